@@ -1,0 +1,50 @@
+# One command each. Everything runs in a virtual environment that these targets make: VENV=... puts it elsewhere.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST_ARGS ?= -n 2
+
+.PHONY: help demo test check format oracle models clean
+
+help:  ## show these lines
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/.base:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python {sys.version.split()[0]} is too old: set PYTHON=... to 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.demo: pyproject.toml | $(VENV)/.base
+	$(BIN)/pip install --quiet --editable '.[rtx,ort]'
+	touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/.base
+	$(BIN)/pip install --quiet --editable '.[rtx,test]'
+	touch $@
+
+$(VENV)/.oracle: pyproject.toml | $(VENV)/.base
+	$(BIN)/pip install --quiet --editable '.[rtx,test,oracle]'
+	touch $@
+
+demo: $(VENV)/.demo  ## patch, compare and build an engine from the sample model (no GPU, no torch)
+	$(BIN)/python tools/demo.py
+
+test: $(VENV)/.test  ## run the tests (those that need torch, a GPU or TensorRT say so when it is absent)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.test  ## lint, format check and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test  ## format and sort imports
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+oracle: $(VENV)/.oracle  ## add torch and transformers, against which `make test` then compares too
+
+models: $(VENV)/.oracle  ## make models/ again at the pinned versions
+	$(BIN)/python tools/make_models.py
+
+clean:  ## remove the virtual environment and build results
+	rm -rf $(VENV) build dist demo-out .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,133 @@
+"""The `qsa-trt` command line. Results go to stdout, everything else to stderr.
+
+Exit codes: 0 done, or nothing to do; 1 valid input that was refused, or work that failed; 2 anything found wrong before
+work started (arguments, files, missing packages); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from qsa_plugin import contract
+from qsa_plugin.errors import QsaError
+
+from . import __version__
+
+EPILOG = "Exit codes: 0 done; 1 refused or failed; 2 wrong input, found before any work; 130 interrupted."
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.group(context_settings=_SETTINGS, epilog=EPILOG)
+@click.version_option(__version__, prog_name="qsa-trt")
+def cli() -> None:
+    """Qwen Sparse Attention for TensorRT: patch ONNX files and build engines from them."""
+
+
+@cli.command("patch-onnx", epilog=EPILOG)
+@click.argument("model", type=click.Path())
+@click.option("-o", "--output", type=click.Path(), help="Where to write.  [default: MODEL with .qsa.onnx]")
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp16", "fp32"]),
+    help="Surface of the QsaAttention nodes: fp16 (casts around the node in fp32 graphs), or fp32 for comparisons in "
+    "onnxruntime only.  [default: fp16]",
+)
+@click.option(
+    "--pool-io",
+    type=click.Choice([p.option for p in contract.PoolIO]),
+    default=contract.PoolIO.IN_PLACE.option,
+    show_default=True,
+    help="How the pool output relates to the pool input: one address (in-place), declared to TensorRT as an alias, or "
+    "copied, for tools that give every output a buffer of its own.",
+)
+@click.option(
+    "--rope-table",
+    type=click.Choice(["input", "initializer"]),
+    default="input",
+    show_default=True,
+    help="Leave the rope table a graph input, or bake it in (needs --max-positions).",
+)
+@click.option("--max-positions", type=int, help="Positions of the baked rope table.")
+@click.option("--config", type=click.Path(), help="The model's config.json, for what the graph does not tell.")
+@click.option(
+    "--reference-body/--no-reference-body",
+    default=True,
+    show_default=True,
+    help="Carry a plain-op definition of QsaAttention, which is what onnxruntime runs.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be done; write nothing.")
+def patch_onnx_command(
+    model: str,
+    output: str | None,
+    dtype: str | None,
+    pool_io: str,
+    rope_table: str,
+    max_positions: int | None,
+    config: str | None,
+    reference_body: bool,
+    dry_run: bool,
+) -> None:
+    """Rewrite every QSA attention of the ONNX file MODEL into one QsaAttention node."""
+    from .patching import patch_onnx
+
+    report = patch_onnx(
+        model,
+        output,
+        dtype=dtype,  # type: ignore[arg-type]
+        pool_io=pool_io,  # type: ignore[arg-type]
+        rope_table=rope_table,  # type: ignore[arg-type]
+        max_positions=max_positions,
+        config=config,
+        reference_body=reference_body,
+        dry_run=dry_run,
+    )
+    click.echo(report.summary())
+
+
+@cli.command("contract", epilog=EPILOG)
+def contract_command() -> None:
+    """Print the QsaAttention contract (inputs, outputs, attributes) as Markdown tables."""
+    click.echo(contract_tables())
+
+
+def contract_tables() -> str:
+    """The contract's three tables as Markdown; `docs/contract.md` holds the same text."""
+    rows: list[str] = []
+    for title, tensors in (("Inputs", contract.INPUTS), ("Outputs", contract.OUTPUTS)):
+        rows += [f"## {title}", "", "| # | name | dtype | shape | meaning |", "|---|---|---|---|---|"]
+        for index, t in enumerate(tensors):
+            shape = ", ".join(str(d) for d in t.dims)
+            rows.append(f"| {index} | `{t.name}` | {t.dtype.value} | [{shape}] | {t.meaning} |")
+        rows.append("")
+    rows += ["## Attributes", "", "| name | type | default | meaning |", "|---|---|---|---|"]
+    for a in contract.ATTRIBUTES:
+        default = "required" if a.default is None else str(a.default)
+        rows.append(f"| `{a.name}` | {a.kind.__name__}32 | {default} | {a.meaning} |")
+    return "\n".join(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. A user's error prints one line; a bug keeps its trace."""
+    try:
+        result = cli.main(args=arguments, prog_name="qsa-trt", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as help_text:
+        click.echo(help_text.format_message())
+        return 2
+    except click.ClickException as error:
+        command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "qsa-trt"
+        click.echo(f"qsa-trt: error: {error.format_message()} (see {command} --help)", err=True)
+        return 2
+    except QsaError as error:
+        click.echo(f"qsa-trt: error: {error}", err=True)
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("qsa-trt: interrupted; nothing was written", err=True)
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

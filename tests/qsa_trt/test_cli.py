@@ -1,0 +1,100 @@
+"""The command line: exit codes, one-line errors, and what goes to which stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qsa_plugin import contract
+from qsa_plugin.errors import InputError, QsaError, RefusedError
+from qsa_trt import __version__, cli
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_version_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"qsa-trt, version {__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["patch-onnx", "--help"], ["build-engine", "--help"]])
+def test_help_states_the_exit_codes(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0
+    assert "Exit codes: 0 done; 1 refused or failed; 2 wrong input" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["patch-onnx"], "Missing argument 'MODEL'"),
+        (["patch-onnx", "m.onnx", "--dtype", "int8"], "'int8' is not one of 'fp16', 'fp32'"),
+        (["patch-onnx", "m.onnx", "--pool-io", "x"], "'x' is not one of 'in-place', 'alias', 'copy'"),
+        (["patch-onnx", "m.onnx", "--max-positions", "many"], "'many' is not a valid integer"),
+        (["build-engine"], "Missing argument 'MODEL'"),
+        (["build-engine", "m.onnx", "--max-batch", "two"], "'two' is not a valid integer"),
+    ],
+)
+def test_wrong_arguments_print_one_line_and_exit_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["patch-onnx", "build-engine"])
+def test_a_missing_file_prints_one_line_and_exits_2(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    code, out, err = run(capsys, command, "absent.onnx")
+    assert (code, out) == (2, "")
+    assert "absent.onnx" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InputError("option --x", 3, "an even number", "pass 4"), 2),
+        (RefusedError("layer 0: no"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes_follow_the_error_tree(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+) -> None:
+    def fail() -> str:
+        raise error
+
+    monkeypatch.setattr(cli, "contract_tables", fail)
+    got, out, err = run(capsys, "contract")
+    assert (got, out) == (code, "")
+    line = err.strip("\n")  # click puts an empty line before an interruption, after the terminal's ^C
+    assert line.startswith("qsa-trt: ")
+    assert "\n" not in line
+    if isinstance(error, QsaError):
+        assert str(error) in err
+
+
+def test_a_bug_keeps_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "contract_tables", fail)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["contract"])
+
+
+def test_contract_command_prints_every_name_and_the_docs_hold_the_same_text(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "contract")
+    assert code == 0
+    for item in (*contract.INPUTS, *contract.OUTPUTS, *contract.ATTRIBUTES):
+        assert f"`{item.name}`" in out
+    assert out.strip() in (DOCS / "contract.md").read_text()
