@@ -1,0 +1,116 @@
+"""Launches whose arguments are packed once: a struct by value, a prebuilt configuration, one driver call.
+
+A kernel takes one `const __grid_constant__ PARAMS` struct. Its layout is a `struct` format; the driver copies the bytes
+during the call, so one `ParamBlock` serves all kernels of an enqueue and may be packed again at once. Neither class may
+be shared by threads.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+
+from .errors import FailedError
+
+
+class ParamBlock:
+    """The bytes of a kernel's only parameter, and the `void**` that the driver wants.
+
+    Args:
+        layout: a `struct` format in native order without padding surprises: pointers ("Q") first, then 4-byte fields.
+    """
+
+    def __init__(self, layout: str) -> None:
+        self._struct = struct.Struct("=" + layout)
+        self._bytes = np.zeros((self._struct.size + 7) // 8 * 8, np.uint8)  # C pads the struct to its alignment
+        self._pointers = np.array([self._bytes.ctypes.data], np.uint64)
+        self.address = int(self._pointers.ctypes.data)
+
+    @property
+    def size(self) -> int:
+        """sizeof() of the C struct."""
+        return len(self._bytes)
+
+    def pack(self, *values: int | float) -> None:
+        """Set every field, in order."""
+        self._struct.pack_into(self._bytes.data, 0, *values)
+
+
+class Launch:
+    """One kernel with its launch configuration; the grid may be changed between calls.
+
+    Args:
+        kernel: a `cuda.core.Kernel`.
+        block: threads a block.
+        shared_bytes: dynamic shared memory; raised above 48 KiB here, once.
+        dependent: let the kernel start before the one in front of it in the stream has finished (programmatic dependent
+            launch, compute capability 9.0 and later); the kernel itself waits where it must.
+        cluster: blocks a cluster along x.
+
+    Raises:
+        FailedError: the device has too little shared memory, or the kernel cannot be loaded.
+    """
+
+    def __init__(
+        self, kernel: Any, block: int, shared_bytes: int = 0, dependent: bool = False, cluster: int = 1
+    ) -> None:
+        from cuda.bindings import driver
+
+        self._launch = driver.cuLaunchKernelEx
+        self._keep = kernel
+        self._kernel = driver.CUkernel(int(kernel.handle))
+        self._ok = driver.CUresult.CUDA_SUCCESS
+        self._function(driver, shared_bytes, cluster)
+        self._config = driver.CUlaunchConfig()
+        self._config.gridDimX = self._config.gridDimY = self._config.gridDimZ = 1
+        self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = block, 1, 1
+        self._config.sharedMemBytes = shared_bytes
+        attributes = []
+        if dependent:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        if cluster > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attribute.value.clusterDim.x = cluster
+            attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+            attributes.append(attribute)
+        if attributes:
+            self._config.attrs = attributes
+        self._config.numAttrs = len(attributes)
+
+    def _function(self, driver: Any, shared_bytes: int, cluster: int) -> None:
+        """Load the kernel into the current context now, and raise its limits."""
+        status, function = driver.cuKernelGetFunction(self._kernel)
+        if status == self._ok:
+            (status,) = driver.cuFuncLoad(function)
+        attribute = driver.CUfunction_attribute
+        if status == self._ok and shared_bytes > 48 * 1024:
+            (status,) = driver.cuFuncSetAttribute(
+                function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes
+            )
+        if status == self._ok and cluster > 8:
+            (status,) = driver.cuFuncSetAttribute(
+                function, attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1
+            )
+        if status != self._ok:
+            raise FailedError(f"a kernel cannot be prepared ({shared_bytes} bytes of shared memory): {status.name}")
+
+    def grid(self, x: int, y: int = 1, z: int = 1) -> None:
+        """Set the grid; x may reach 2^31 - 1, y and z 65,535."""
+        self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ = x, y, z
+
+    def __call__(self, stream: int, parameters: ParamBlock) -> None:
+        """Enqueue on the raw stream handle.
+
+        Raises:
+            FailedError: the driver refused the launch.
+        """
+        self._config.hStream = stream
+        (status,) = self._launch(self._config, self._kernel, parameters.address, 0)
+        if status != self._ok:
+            raise FailedError(f"a kernel launch failed: {status.name}")
