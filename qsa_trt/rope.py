@@ -1,0 +1,83 @@
+"""The rope table of the contract, computed in fp32 as Hugging Face's rotary module does, for text positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qsa_plugin.errors import InputError
+
+Float32 = NDArray[np.float32]
+
+
+def default_inv_freq(rotary_dims: int, theta: float) -> Float32:
+    """Inverse frequencies theta ** (-2i / rotary_dims), fp32 `[rotary_dims / 2]`, of the default rope type."""
+    exponents = np.arange(0, rotary_dims, 2, dtype=np.float32) / np.float32(rotary_dims)
+    return (np.float32(1) / np.float32(theta) ** exponents).astype(np.float32)
+
+
+def rope_table(max_positions: int, inv_freq: NDArray[Any]) -> Float32:
+    """Input `rope_rotary_cos_sin`: fp32 `[1, max_positions, 2 * len(inv_freq)]`, cosines first, then sines.
+
+    The angle is position * inv_freq in fp32, as the model was trained with; its cosine and sine are rounded once from
+    fp64, so that the table has the same bytes on every machine.
+    """
+    positions = np.arange(max_positions, dtype=np.float32)[:, None]
+    angles = positions * np.asarray(inv_freq, np.float32)  # [max_positions, rotary/2]
+    table = np.empty((1, max_positions, 2 * angles.shape[1]), np.float32)
+    table[0, :, : angles.shape[1]] = np.cos(angles, dtype=np.float64)
+    table[0, :, angles.shape[1] :] = np.sin(angles, dtype=np.float64)
+    return table
+
+
+def rope_from_config(config: Mapping[str, Any]) -> Float32:
+    """Inverse frequencies that a Hugging Face `config.json` of a Qwen model asks for.
+
+    Reads `text_config` where there is one, then `rope_parameters` (or the older `rope_scaling` with top-level
+    `rope_theta` and `partial_rotary_factor`). `mrope_section` and `mrope_interleaved` are allowed: for text all three
+    position streams are equal.
+
+    Raises:
+        InputError: a rope type other than `default` and `linear`, or a value that is missing or impossible.
+    """
+    text = config.get("text_config") or config
+    rope = {
+        **{name: text[name] for name in ("rope_theta", "partial_rotary_factor") if name in text},
+        **(text.get("rope_scaling") or {}),
+        **(text.get("rope_parameters") or {}),
+    }
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "mrope"):  # "mrope" is what older configs call default with mrope_section
+        raise InputError(
+            "config rope_type",
+            kind,
+            "default or linear",
+            "leave the rope table a graph input and bind one made by the model's own code",
+        )
+    theta = _positive(rope, "rope_theta")
+    rotary_dims = int(_head_dim(text) * float(rope.get("partial_rotary_factor", 1.0)))
+    if rotary_dims < 2 or rotary_dims % 2:
+        raise InputError(
+            "config partial_rotary_factor",
+            rope.get("partial_rotary_factor"),
+            f"an even number of rotary dims of {_head_dim(text)}",
+            "correct the config",
+        )
+    inv_freq = default_inv_freq(rotary_dims, theta)
+    return inv_freq / np.float32(_positive(rope, "factor")) if kind == "linear" else inv_freq
+
+
+def _head_dim(text: Mapping[str, Any]) -> int:
+    if text.get("head_dim"):
+        return int(text["head_dim"])
+    return int(_positive(text, "hidden_size")) // int(_positive(text, "num_attention_heads"))
+
+
+def _positive(mapping: Mapping[str, Any], name: str) -> float:
+    value = mapping.get(name)
+    if not isinstance(value, int | float) or not value > 0:
+        raise InputError(f"config {name}", value, "a positive number", "correct the config, or give the right file")
+    return float(value)
