@@ -270,7 +270,7 @@ def block_scores(index_q: Array, block_keys: Array) -> Array:
     total = np.zeros((index_q.shape[0], block_keys.shape[0]), index_q.dtype)
     for head in range(index_q.shape[1]):
         total += np.maximum(np.einsum("td,gd->tg", index_q[:, head], block_keys), 0)  # NaN stays NaN
-    return total / index_q.dtype.type(math.sqrt(index_q.shape[-1]))
+    return np.asarray(total / index_q.dtype.type(math.sqrt(index_q.shape[-1])))
 
 
 def select_blocks(scores: Array, count: int) -> NDArray[np.int64]:
