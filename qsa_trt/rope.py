@@ -19,8 +19,10 @@ def default_inv_freq(rotary_dims: int, theta: float) -> Float32:
     return (np.float32(1) / np.float32(theta) ** exponents).astype(np.float32)
 
 
-def rope_table(max_positions: int, inv_freq: NDArray[Any]) -> Float32:
+def rope_table(max_positions: int, inv_freq: NDArray[Any], *, attention_scaling: float = 1.0) -> Float32:
     """Input `rope_rotary_cos_sin`: fp32 `[1, max_positions, 2 * len(inv_freq)]`, cosines first, then sines.
+
+    `attention_scaling` multiplies both, as Hugging Face's rotary module does for the rope types that have one.
 
     The angle is position * inv_freq in fp32, as the model was trained with; its cosine and sine are rounded once from
     fp64, so that the table has the same bytes on every machine.
@@ -30,7 +32,7 @@ def rope_table(max_positions: int, inv_freq: NDArray[Any]) -> Float32:
     table = np.empty((1, max_positions, 2 * angles.shape[1]), np.float32)
     table[0, :, : angles.shape[1]] = np.cos(angles, dtype=np.float64)
     table[0, :, angles.shape[1] :] = np.sin(angles, dtype=np.float64)
-    return table
+    return table * np.float32(attention_scaling)
 
 
 def rope_from_config(config: Mapping[str, Any]) -> Float32:
@@ -50,7 +52,7 @@ def rope_from_config(config: Mapping[str, Any]) -> Float32:
         **(text.get("rope_parameters") or {}),
     }
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear", "mrope"):  # "mrope" is what older configs call default with mrope_section
+    if kind not in ("default", "linear"):
         raise InputError(
             "config rope_type",
             kind,
