@@ -15,7 +15,14 @@ from typing import Any, Literal, TypeVar
 import onnx
 import torch
 from torch import Tensor, nn
-from transformers import Qwen4ExpForCausalLM, Qwen4ExpTextConfig
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen4ExpForCausalLM,
+    Qwen4ExpTextConfig,
+)
 from transformers.models.qwen4_exp import modeling_qwen4_exp as hf
 
 from .vectorised_indexer import vectorised_indexer
@@ -111,13 +118,12 @@ class AttentionLayer(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """The language model without its cache: token ids to logits."""
+    """A language model without its cache: token ids to logits."""
 
-    def __init__(self, config: Qwen4ExpTextConfig) -> None:
+    def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__()
-        self.config = config
-        self.lm = Qwen4ExpForCausalLM(config)
-        self.lm.set_experts_implementation("batched_mm")
+        self.config = lm.config
+        self.lm = lm
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """int64 [B, S] and int64 [B, S] (1 = token, 0 = padding on the right) to [B, S, vocab]."""
@@ -131,8 +137,10 @@ def attention_layer(config: Qwen4ExpTextConfig, *, seed: int = 0, dtype: torch.d
 
 
 def causal_lm(config: Qwen4ExpTextConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> CausalLM:
-    """A random language model of Hugging Face's own code."""
-    return _finish(CausalLM(config), seed, dtype)
+    """A random QSA language model of Hugging Face's own code."""
+    lm = Qwen4ExpForCausalLM(config)
+    lm.set_experts_implementation("batched_mm")  # the default loops over the experts that data choose
+    return _finish(CausalLM(lm), seed, dtype)
 
 
 def _finish(module: M, seed: int, dtype: torch.dtype) -> M:
@@ -153,6 +161,20 @@ def qsa_lm() -> CausalLM:
     return causal_lm(text_config(hidden_size=32, layers=2), seed=2)
 
 
+def plain_qwen3() -> CausalLM:
+    """The model of `models/plain_qwen3.onnx`: one dense-attention layer, no QSA to be found."""
+    config = Qwen3Config(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+    return _finish(CausalLM(Qwen3ForCausalLM(config)), seed=3, dtype=torch.float32)
+
+
 def layer_inputs(
     config: Qwen4ExpTextConfig, lengths: Sequence[int], *, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
@@ -171,7 +193,7 @@ def layer_inputs(
     return {"hidden_states": hidden_states, "cos": cos, "sin": sin, "attention_mask": mask}
 
 
-def lm_inputs(config: Qwen4ExpTextConfig, lengths: Sequence[int], *, seed: int = 0) -> dict[str, Tensor]:
+def lm_inputs(config: PreTrainedConfig, lengths: Sequence[int], *, seed: int = 0) -> dict[str, Tensor]:
     """Random inputs of a `CausalLM`: a batch of right-padded sequences of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(config.vocab_size, (len(lengths), max(lengths)), generator=generator)

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "plugin")]  # as a script, only tools/ is on the path
+if not __package__:  # run as a script: only tools/ is on the path
+    sys.path[:0] = [str(ROOT), str(ROOT / "plugin")]
 
 from qsa_plugin.errors import MissingPackageError, QsaError  # noqa: E402
 
 if TYPE_CHECKING:
     import onnx
-    from transformers import Qwen4ExpTextConfig
+    from transformers import PreTrainedConfig
 
 PACKAGES = ("torch", "transformers", "onnxscript")
 
@@ -35,10 +35,11 @@ def make_models(folder: Path) -> list[Path]:
     from tools import hf_export
 
     folder.mkdir(parents=True, exist_ok=True)
-    layer, lm = hf_export.real_layer_fp16(), hf_export.qsa_lm()
+    layer, lm, plain = hf_export.real_layer_fp16(), hf_export.qsa_lm(), hf_export.plain_qwen3()
     return [
         *_write(folder, "real_layer_fp16", layer.config, hf_export.export_layer(layer)),
         *_write(folder, "qsa_lm", lm.config, hf_export.export_lm(lm)),
+        *_write(folder, "plain_qwen3", plain.config, hf_export.export_lm(plain)),
     ]
 
 
@@ -53,7 +54,7 @@ def check_packages() -> None:
             ) from error
 
 
-def _write(folder: Path, name: str, config: Qwen4ExpTextConfig, model: onnx.ModelProto) -> list[Path]:
+def _write(folder: Path, name: str, config: PreTrainedConfig, model: onnx.ModelProto) -> list[Path]:
     contents = {
         f"{name}.onnx": model.SerializeToString(deterministic=True),
         f"{name}.config.json": config.to_json_string(use_diff=False).encode(),
@@ -61,7 +62,7 @@ def _write(folder: Path, name: str, config: Qwen4ExpTextConfig, model: onnx.Mode
     for file, content in contents.items():
         temporary = folder / f".{file}.tmp"
         temporary.write_bytes(content)
-        os.replace(temporary, folder / file)
+        temporary.replace(folder / file)
     return [folder / file for file in contents]
 
 

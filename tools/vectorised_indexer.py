@@ -69,7 +69,7 @@ def select_tokens(
 def _block_keys(indexer: hf.Qwen4ExpTextQSAIndexer, raw_keys: Tensor, blocks: int) -> Tensor:
     """The normed mean of each block's raw keys, before RoPE: [B, T, Id] to [B, G, Id]; a last partial block is void."""
     ratio = indexer.compress_ratio
-    padded = F.pad(raw_keys, (0, 0, 0, ratio - 1))[:, : blocks * ratio]  # [B, G * R, Id]
+    padded = F.pad(raw_keys, (0, 0, 0, ratio - 1)).narrow(1, 0, blocks * ratio)  # [B, G * R, Id]
     pooled = padded.reshape(padded.shape[0], -1, ratio, indexer.index_head_dim).float().mean(dim=2)
     return indexer.k_layernorm(pooled.to(raw_keys.dtype))
 
