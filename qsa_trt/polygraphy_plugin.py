@@ -27,6 +27,7 @@ def register_with_polygraphy() -> list[Any]:
 
 def _register() -> None:
     from polygraphy import config
+
     from qsa_plugin import MissingPackageError, ensure_rtx_library, register
 
     try:

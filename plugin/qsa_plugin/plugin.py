@@ -132,6 +132,10 @@ class Callbacks:
     # --- runtime ---
 
     @callback
+    def set_tactic(self, tactic: int) -> None:
+        """There is one way to compute; TensorRT insists on this method when I/O is aliased."""
+
+    @callback
     def get_fields_to_serialize(self) -> Any:
         """All attributes and the format version."""
         return self._serialized[0]
