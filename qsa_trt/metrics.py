@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: Half the mantissa is lost twice: one ulp of the largest score (2**-10 for fp16, 2**-7 for bf16) is the distance
-#: within which two roundings of the same arithmetic may order two blocks differently.
+#: Scores are sums of products of values that were rounded to the surface dtype, so two right roundings of one score
+#: differ by about the dtype's epsilon (2**-10 for fp16, 2**-7 for bf16) times the row's largest score: within that
+#: distance of the k-th score the order of two blocks is not determined.
 FP16_TIE_BAND = 9.8e-4
 BF16_TIE_BAND = 7.8e-3
 

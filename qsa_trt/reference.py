@@ -52,12 +52,8 @@ class Arithmetic:
     compute: np.dtype[Any]
     surface: np.dtype[Any]
 
-    def load(self, x: Array) -> Array:
-        """A stored tensor as the inside sees it."""
-        return x.astype(self.surface).astype(self.compute)
-
     def h(self, x: Array) -> Array:
-        """Round to the surface dtype; the value stays in the inside dtype."""
+        """Round to the surface dtype and hand back in the inside dtype; what is on the surface only changes dtype."""
         return x.astype(self.surface).astype(self.compute)
 
 
@@ -155,9 +151,9 @@ def prepare(layer: Layer, qkv: Array, index_qk: Array, positions: NDArray[np.int
         positions: `[T]`.
     """
     g, a = layer.geometry, layer.arithmetic
-    heads = a.load(qkv).reshape(-1, g.num_q_heads + 2 * g.num_kv_heads, g.head_size)
+    heads = a.h(qkv).reshape(-1, g.num_q_heads + 2 * g.num_kv_heads, g.head_size)
     q, k, v = np.split(heads, [g.num_q_heads, g.num_q_heads + g.num_kv_heads], axis=1)
-    index_heads = a.load(index_qk).reshape(-1, g.indexer_n_heads + 1, g.indexer_head_dim)
+    index_heads = a.h(index_qk).reshape(-1, g.indexer_n_heads + 1, g.indexer_head_dim)
     index_q, raw_index_k = index_heads[:, :-1], index_heads[:, -1]
     cos, sin = layer.cos[positions, None], layer.sin[positions, None]  # [T, 1, rotary/2]
     return Tokens(
@@ -221,7 +217,7 @@ def write_pool(layer: Layer, pool: Array, pages: SequencePages, tokens: Tokens) 
     flat[pages.value(tokens.positions)] = tokens.v
 
     open_block = start // ratio * ratio  # first token of the block that `start` falls in
-    earlier = layer.arithmetic.load(flat[pages.raw_index_key(np.arange(open_block, start))])
+    earlier = layer.arithmetic.h(flat[pages.raw_index_key(np.arange(open_block, start))])
     raw_keys = np.concatenate([earlier, tokens.raw_index_k])  # tokens open_block .. end-1
     complete = end // ratio * ratio - open_block  # how many of them lie in complete blocks
     first_tokens = np.arange(open_block, open_block + complete, ratio)
@@ -239,12 +235,12 @@ def attend_rows(
     Returns:
         scores `[T, G]`, index lists `[T, W]` and outputs `[T, Hq, D]`.
     """
-    g, load, flat = layer.geometry, layer.arithmetic.load, flat_pages(pool)
+    g, h, flat = layer.geometry, layer.arithmetic.h, flat_pages(pool)
     length = len_after(tokens.positions)
-    keys = load(flat[pages.key(np.arange(length))]).swapaxes(0, 1)  # [Hkv, length, D]
-    values = load(flat[pages.value(np.arange(length))]).swapaxes(0, 1)  # [Hkv, length, D]
+    keys = h(flat[pages.key(np.arange(length))]).swapaxes(0, 1)  # [Hkv, length, D]
+    values = h(flat[pages.value(np.arange(length))]).swapaxes(0, 1)  # [Hkv, length, D]
     first_tokens = np.arange(length // g.indexer_compress_ratio) * g.indexer_compress_ratio
-    scores = block_scores(tokens.index_q, load(flat[pages.block_key(first_tokens)]))
+    scores = block_scores(tokens.index_q, h(flat[pages.block_key(first_tokens)]))
     lists = np.full((tokens.positions.size, g.list_width), -1, np.int32)
     outputs = np.zeros(tokens.q.shape, layer.arithmetic.surface)
     for row, position in enumerate(tokens.positions):
@@ -320,7 +316,7 @@ def _inside_dtype(compute: DTypeLike) -> np.dtype[Any]:
 
 
 def _layer(inputs: Mapping[str, Array], geometry: Geometry, arithmetic: Arithmetic) -> Layer:
-    load = arithmetic.load
+    h = arithmetic.h
     table = inputs["rope_rotary_cos_sin"][0].astype(arithmetic.compute)  # [maxPos, rotary], never rounded
     cos, sin = np.split(table, 2, axis=-1)
     return Layer(
@@ -328,8 +324,8 @@ def _layer(inputs: Mapping[str, Array], geometry: Geometry, arithmetic: Arithmet
         arithmetic,
         q_gamma=load(inputs["q_norm_gamma"]),
         k_gamma=load(inputs["k_norm_gamma"]),
-        index_q_gamma=1 + load(inputs["indexer_q_norm_gamma"]),
-        index_k_gamma=1 + load(inputs["indexer_k_norm_gamma"]),
+        index_q_gamma=1 + h(inputs["indexer_q_norm_gamma"]),
+        index_k_gamma=1 + h(inputs["indexer_k_norm_gamma"]),
         cos=cos,
         sin=sin,
     )

@@ -16,7 +16,8 @@ Float32 = NDArray[np.float32]
 def default_inv_freq(rotary_dims: int, theta: float) -> Float32:
     """Inverse frequencies theta ** (-2i / rotary_dims), fp32 `[rotary_dims / 2]`, of the default rope type."""
     exponents = np.arange(0, rotary_dims, 2, dtype=np.float32) / np.float32(rotary_dims)
-    return (np.float32(1) / np.float32(theta) ** exponents).astype(np.float32)
+    powers = (np.float64(theta) ** exponents.astype(np.float64)).astype(np.float32)  # rounded once, unlike NumPy's fp32
+    return np.asarray(np.float32(1) / powers, np.float32)
 
 
 def rope_table(max_positions: int, inv_freq: NDArray[Any], *, attention_scaling: float = 1.0) -> Float32:
