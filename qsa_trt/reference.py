@@ -322,8 +322,8 @@ def _layer(inputs: Mapping[str, Array], geometry: Geometry, arithmetic: Arithmet
     return Layer(
         geometry,
         arithmetic,
-        q_gamma=load(inputs["q_norm_gamma"]),
-        k_gamma=load(inputs["k_norm_gamma"]),
+        q_gamma=h(inputs["q_norm_gamma"]),
+        k_gamma=h(inputs["k_norm_gamma"]),
         index_q_gamma=1 + h(inputs["indexer_q_norm_gamma"]),
         index_k_gamma=1 + h(inputs["indexer_k_norm_gamma"]),
         cos=cos,
