@@ -28,14 +28,10 @@ def register_with_polygraphy() -> list[Any]:
 def _register() -> None:
     from polygraphy import config
 
-    from qsa_plugin import MissingPackageError, ensure_rtx_library, register
+    from qsa_plugin import MissingPackageError, register
 
     try:
-        if config.USE_TENSORRT_RTX:
-            register("tensorrt_rtx")
-            ensure_rtx_library()
-        else:
-            register("tensorrt")
+        register("tensorrt_rtx" if config.USE_TENSORRT_RTX else "tensorrt")
     except MissingPackageError:
         if config.USE_TENSORRT_RTX:  # the user asked for it by name
             raise

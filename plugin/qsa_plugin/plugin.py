@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar
 
@@ -60,7 +61,7 @@ class Callbacks:
         self.num_outputs = len(OUTPUTS)
         self.timing_cache_id = self.metadata_string = _describe(geometry)
         self._serialized = serialize_fields(self.trt, geometry)
-        self._checked: tuple[tuple[Any, ...], Call] | None = None
+        self._checked: tuple[list[tuple[int, ...]], Call] | None = None
 
     @callback
     def get_capability_interface(self, kind: Any) -> Any:
@@ -143,15 +144,18 @@ class Callbacks:
     @callback
     def attach_to_context(self, context: Any) -> Any:
         """Every execution context works with a plugin of its own."""
-        return type(self)(self.plugin_name, self.layer_name, self.geometry)
+        return self.clone()
 
     @callback
     def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Called when a profile, a shape or an address changed.
+        """Validate the new shapes ahead of enqueue, which TensorRT calls after every change announced here.
 
         Sizes that are no legal call are left for enqueue to report: TensorRT may show a profile's maximum here, which
         in a profile of both modes is none.
         """
+        self._checked = None
+        with suppress(ContractError):
+            self._call(inputs, outputs)
 
     @callback
     def enqueue(
@@ -177,11 +181,10 @@ class Callbacks:
         raise PluginError("the CUDA kernels are not in this version of qsa_plugin: engines can be built, not run")
 
     def _call(self, input_desc: Sequence[Any], output_desc: Sequence[Any]) -> Call:
-        """The sizes of this call, validated once for as long as shapes and dtypes stay the same."""
+        """The sizes of this call, validated once for as long as the shapes stay the same (a step must be cheap)."""
         descs = [*input_desc, *output_desc]
-        key = tuple([(*desc.dims, desc.type) for desc in descs])
-        if self._checked is None or self._checked[0] != key:
-            self._checked = (key, self._check(descs))
+        if self._checked is None or [desc.dims for desc in descs] != self._checked[0]:
+            self._checked = ([tuple(desc.dims) for desc in descs], self._check(descs))
         return self._checked[1]
 
     def _check(self, descs: Sequence[Any]) -> Call:
