@@ -66,10 +66,14 @@ def _slot(pages: NDArray[np.int64], tokens: NDArray[Any]) -> Index:
 
 
 def flat_pages(pool: NDArray[Any]) -> NDArray[Any]:
-    """A pool `[2, N, P, Hkv, D+Id]` seen as `[2*N, P, Hkv, D+Id]`, without a copy."""
-    view = pool.view()
-    view.shape = (2 * pool.shape[1], *pool.shape[2:])  # unlike reshape, refuses to copy
-    return view
+    """A pool `[2, N, P, Hkv, D+Id]` seen as `[2*N, P, Hkv, D+Id]`.
+
+    Raises:
+        ValueError: the pool is not C-contiguous, so that writes to a reshaped copy would be lost.
+    """
+    if not pool.flags.c_contiguous:
+        raise ValueError("the pool is not C-contiguous")
+    return pool.reshape(2 * pool.shape[1], *pool.shape[2:])
 
 
 def pages_for(length: int) -> int:

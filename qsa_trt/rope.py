@@ -60,14 +60,12 @@ def rope_from_config(config: Mapping[str, Any]) -> Float32:
             "default or linear",
             "leave the rope table a graph input and bind one made by the model's own code",
         )
-    theta = _positive(rope, "rope_theta")
-    rotary_dims = int(_head_dim(text) * float(rope.get("partial_rotary_factor", 1.0)))
-    if rotary_dims < 2 or rotary_dims % 2:
+    theta, head_dim = _positive(rope, "rope_theta"), _head_dim(text)
+    factor = _positive({"partial_rotary_factor": 1.0, **rope}, "partial_rotary_factor")
+    rotary_dims = int(head_dim * factor)
+    if rotary_dims % 2 or not 2 <= rotary_dims <= head_dim:
         raise InputError(
-            "config partial_rotary_factor",
-            rope.get("partial_rotary_factor"),
-            f"an even number of rotary dims of {_head_dim(text)}",
-            "correct the config",
+            "config partial_rotary_factor", factor, f"an even number of rotary dims of {head_dim}", "correct the config"
         )
     inv_freq = default_inv_freq(rotary_dims, theta)
     return inv_freq / np.float32(_positive(rope, "factor")) if kind == "linear" else inv_freq
