@@ -1,0 +1,1 @@
+"""Rewrites ONNX models so that every QSA attention is one `QsaAttention` node."""
