@@ -1,4 +1,4 @@
-"""Small ONNX models of QsaAttention nodes, made by hand in the form that the patcher writes (without its local function)."""
+"""Small ONNX models of QsaAttention nodes, made by hand as the patcher writes them (without its local function)."""
 
 from __future__ import annotations
 

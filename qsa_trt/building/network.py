@@ -1,0 +1,233 @@
+"""Everything that talks to TensorRT's builder: parse, count plugin layers, add profiles, build."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from qsa_plugin import clear_errors, first_error
+from qsa_plugin.contract import PoolIO
+from qsa_plugin.errors import FailedError, InputError
+
+from .patched_model import OPERATORS, PatchedModel
+from .profiles import Profile
+
+PREVIEW_FEATURE = "ALIASED_PLUGIN_IO_10_03"
+#: TensorRT, its registry and the plugin's remembered errors are process-wide: one build at a time.
+_one_build = threading.Lock()
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What the builder is told beside the model and the profiles."""
+
+    targets: tuple[str, ...] = ()
+    workspace: int | None = None
+    verbose: bool = False
+
+
+def parse_targets(trt: Any, flavour: str, targets: Sequence[str]) -> tuple[str, ...]:
+    """Compute capabilities such as `sm_86`, each item one or several separated by commas, as `SM86`.
+
+    Raises:
+        InputError: this TensorRT builds for the GPU at hand only, or does not know a target.
+    """
+    spelled = [t.strip() for item in targets for t in item.split(",") if t.strip()]
+    if not spelled:
+        return ()
+    if flavour != "tensorrt_rtx":
+        raise InputError(
+            "--target",
+            ",".join(spelled),
+            f"no target with {flavour}, which builds for the GPU of this machine",
+            "leave --target out, or use tensorrt_rtx (set QSA_TRT_TENSORRT=tensorrt_rtx)",
+        )
+    known = {
+        f"sm_{member.removeprefix('SM')}": member
+        for member in trt.ComputeCapability.__members__
+        if member.startswith("SM")
+    }
+    for target in spelled:
+        if target not in known:
+            raise InputError("--target", target, "one or more of " + ", ".join(known), "correct the option")
+    return tuple(known[target] for target in dict.fromkeys(spelled))
+
+
+def compile_engine(
+    trt: Any,
+    model: PatchedModel,
+    profiles: Sequence[Profile],
+    options: BuildOptions,
+    cancelled: threading.Event,
+) -> Any:
+    """Parse the model and build it, strongly typed.
+
+    Returns:
+        TensorRT's host memory with the serialized engine; supports the buffer protocol.
+
+    Raises:
+        FailedError: the message holds the plugin's own first error where there is one, else TensorRT's.
+    """
+    with _one_build:
+        clear_errors()
+        log = _logger(trt)
+        log.restart(options.verbose)
+        builder = _builder(trt, log)
+        network = builder.create_network(_strongly_typed(trt))
+        parser = trt.OnnxParser(network, log)
+        _parse(parser, model, log)
+        _check_plugin_layers(trt, network, model)
+        config = _config(trt, builder, network, model, profiles, options)
+        monitor = _monitor(trt, cancelled)
+        config.progress_monitor = monitor
+        serialized = builder.build_serialized_network(network, config)
+        if serialized is None:
+            raise _failure("the build failed", log)
+        return serialized
+
+
+def _builder(trt: Any, log: Any) -> Any:
+    try:
+        return trt.Builder(log)
+    except Exception as error:  # pybind raises TypeError for a null pointer, which is what no GPU leads to
+        raise _failure(f"{trt.__name__} could not start its builder", log) from error
+
+
+def _strongly_typed(trt: Any) -> int:
+    """Creation flags; releases without the flag know no other kind of network."""
+    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    return 0 if flag is None else 1 << int(flag)
+
+
+def _parse(parser: Any, model: PatchedModel, log: Any) -> None:
+    if parser.parse_from_file(str(model.path)):
+        return
+    cause = first_error()
+    if cause is not None:
+        raise cause.as_plugin_error() from cause.error
+    errors = [parser.get_error(i) for i in range(parser.num_errors)]
+    unsupported = dict.fromkeys(_unsupported(error) for error in errors if error.node_operator())
+    if not unsupported:
+        raise _failure(f"TensorRT's ONNX parser rejects {model.path}", log)
+    raise FailedError(f"{model.path}: this TensorRT cannot parse {', '.join(unsupported)}{_inlined(model)}")
+
+
+def _unsupported(error: Any) -> str:
+    """One parser error as `Type (node name: reason)`; "false" is all that the parser says of types it does not know."""
+    reason = "" if error.desc() == "false" else f": {error.desc()}"
+    return f"{error.node_operator()} (node {error.node_name()}{reason})"
+
+
+def _check_plugin_layers(trt: Any, network: Any, model: PatchedModel) -> None:
+    found = sum(1 for plugin in _plugins(trt, network) if getattr(plugin, "plugin_name", None) in OPERATORS)
+    if found < len(model.nodes):
+        reason = _inlined(model) or ": another plugin answered to their name"
+        raise FailedError(
+            f"{model.path}: {found} plugin layers after parsing for {len(model.nodes)} QsaAttention nodes{reason}"
+        )
+
+
+def _plugins(trt: Any, network: Any) -> Iterator[Any]:
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        if layer.type == trt.LayerType.PLUGIN_V3:
+            layer.__class__ = trt.IPluginV3Layer  # the bindings' way of a downcast
+            yield layer.plugin
+
+
+def _inlined(model: PatchedModel) -> str:
+    """Why TensorRT may have taken the slow plain-op definition instead of the plugin; empty when it did not."""
+    unnamed = [node.name for node in model.nodes if not node.names_plugin]
+    if not (model.has_reference_body and unnamed):
+        return ""
+    return (
+        f": TensorRT inlines the local function where a node has no attribute plugin_namespace ({', '.join(unnamed)});"
+        " patch the original model again"
+    )
+
+
+def _config(
+    trt: Any, builder: Any, network: Any, model: PatchedModel, profiles: Sequence[Profile], options: BuildOptions
+) -> Any:
+    config = builder.create_builder_config()
+    for profile in profiles:
+        config.add_optimization_profile(_profile(builder, network, profile))
+    if options.workspace is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace)
+    if uses_alias(model):
+        config.set_preview_feature(getattr(trt.PreviewFeature, PREVIEW_FEATURE), True)
+    if options.targets:
+        config.num_compute_capabilities = len(options.targets)
+        for index, target in enumerate(options.targets):
+            config.set_compute_capability(getattr(trt.ComputeCapability, target), index)
+    return config
+
+
+def uses_alias(model: PatchedModel) -> bool:
+    """Whether a node declares its pools as aliases, which takes a preview feature."""
+    return any(node.geometry.pool_io == PoolIO.ALIAS for node in model.nodes)
+
+
+def _profile(builder: Any, network: Any, profile: Profile) -> Any:
+    native = builder.create_optimization_profile()
+    for index in range(network.num_inputs):
+        tensor = network.get_input(index)
+        if tensor.is_shape_tensor:
+            raise FailedError(
+                f"graph input {tensor.name}: TensorRT needs its values to know shapes; make it a constant of the model"
+            )
+        shapes = profile.shapes[tensor.name]
+        native.set_shape(tensor.name, shapes.min, shapes.opt, shapes.max)
+    return native
+
+
+def _failure(what: str, log: Any) -> FailedError:
+    """The plugin's first error as the cause, else what TensorRT logged first."""
+    cause = first_error()
+    if cause is not None:
+        failure = FailedError(f"{what}: {cause}")
+        failure.__cause__ = cause.error
+        return failure
+    return FailedError(f"{what}: {log.errors[0] if log.errors else 'TensorRT gave no reason'}")
+
+
+@cache
+def _logger(trt: Any) -> Any:
+    """One logger for the process: TensorRT keeps the first it sees for good."""
+
+    class BuildLogger(trt.ILogger):  # type: ignore[misc]  # the base is known at run time only
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.restart(verbose=False)
+
+        def restart(self, verbose: bool) -> None:
+            self.errors: list[str] = []
+            self.verbose = verbose
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
+                self.errors.append(" ".join(message.split()))
+            if self.verbose:
+                print(f"[TensorRT] {severity.name}: {message}", file=sys.stderr)
+
+    return BuildLogger()
+
+
+def _monitor(trt: Any, cancelled: threading.Event) -> Any:
+    """Lets the builder stop at its next step once `cancelled` is set."""
+
+    class CancelMonitor(trt.IProgressMonitor):  # type: ignore[misc]  # the base is known at run time only
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            pass
+
+        def phase_finish(self, name: str) -> None:
+            pass
+
+        def step_complete(self, name: str, step: int) -> bool:
+            return not cancelled.is_set()
+
+    return CancelMonitor()
