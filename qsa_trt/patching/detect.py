@@ -1,0 +1,56 @@
+"""Finds the QSA layers of a model: the first strategy that sees any decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx
+
+from qsa_plugin.contract import EDGE_LLM_NAME, PLUGIN_NAME
+from qsa_plugin.errors import RefusedError
+
+from . import node_names, scopes, structure
+from .anchors import Anchors, Strategy
+from .graph_index import GraphIndex, subgraphs
+from .norms import find_norms
+
+STRATEGIES: tuple[Strategy, ...] = (scopes.find, node_names.find, structure.find)
+_LOOKED_FOR = (
+    "modules named self_attn.indexer.index_qk_proj (in node metadata and node names), and a TopK over Relu scores of a"
+    " linear projection whose input feeds query, key and value projections"
+)
+#: Fused forms of the same attention that are recognised, but not rewritten.
+_OTHER_FORMS = frozenset({"SparseAttentionIndexer", "PackedSparseAttentionIndexer"})
+
+
+def patched_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
+    """QsaAttention and QsaAttentionPlugin nodes, wherever in the model."""
+    return [node for node in _all_nodes(model) if node.op_type in (PLUGIN_NAME, EDGE_LLM_NAME)]
+
+
+def find_layers(index: GraphIndex) -> list[Anchors]:
+    """The QSA layers in graph order.
+
+    Raises:
+        RefusedError: there is none, or one of them lacks an anchor.
+    """
+    norms = find_norms(index)
+    for find in STRATEGIES:
+        layers = find(index, norms)
+        if layers:
+            return sorted(layers, key=lambda a: a.gate.multiply.position)
+    for node in _all_nodes(index.model):
+        if node.op_type in _OTHER_FORMS:
+            raise RefusedError(
+                f"node {node.name or node.output[0]}: {node.domain}::{node.op_type} is not supported; export the model"
+                " with plain operators"
+            )
+    raise RefusedError(f"no QSA attention in this model; looked for {_LOOKED_FOR}")
+
+
+def _all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    stack = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += [inner for body in subgraphs(node) for inner in body.node]

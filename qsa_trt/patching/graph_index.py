@@ -1,0 +1,285 @@
+"""A read-only view of an ONNX graph: who makes a tensor, who reads it, and what is known about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+from . import shape_values
+
+Dim = int | str | None
+#: Constants with more elements are never read: gammas, head counts and shapes are far smaller, weights far larger.
+SMALL = 1 << 14
+#: Operators whose result is no larger than their operands, unless by broadcasting two of them.
+_FOLDED_OPS = frozenset("Add Sub Mul Div Neg Sqrt Cast Reshape Squeeze Unsqueeze Concat Gather Slice Min Max".split())
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One node of the graph, hashable by identity."""
+
+    position: int
+    proto: onnx.NodeProto
+    #: Every tensor the node reads, those that its If, Loop or Scan bodies take from outside included.
+    reads: tuple[str, ...]
+
+    @property
+    def op(self) -> str:
+        """Operator type, without its domain."""
+        return self.proto.op_type
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        """The node's own inputs; an empty name stands for one left out."""
+        return self.proto.input
+
+    @property
+    def outputs(self) -> Sequence[str]:
+        """Names of the tensors that the node makes."""
+        return self.proto.output
+
+    @property
+    def output(self) -> str:
+        """The first output."""
+        return self.proto.output[0]
+
+    @property
+    def label(self) -> str:
+        """How messages call the node."""
+        return f"{self.proto.name or self.output} ({self.op})"
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """An attribute's value, or `default`."""
+        for attribute in self.proto.attribute:
+            if attribute.name == name:
+                return helper.get_attribute_value(attribute)
+        return default
+
+
+class GraphIndex:
+    """Producers, readers, shapes, element types and small constants of a model's main graph.
+
+    Args:
+        model: never modified.
+        folder: where the model's external data lies; None when it has none.
+    """
+
+    def __init__(self, model: onnx.ModelProto, folder: Path | None = None) -> None:
+        graph = model.graph
+        self.folder = folder
+        self.nodes = [Node(i, n, tuple(_reads(n))) for i, n in enumerate(graph.node)]
+        self.initializers = {t.name: t for t in graph.initializer}
+        self.inputs = {v.name: v for v in graph.input if v.name not in self.initializers}
+        self.outputs = [v.name for v in graph.output]
+        self._producers = {output: node for node in self.nodes for output in node.outputs if output}
+        self._readers: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            for name in node.reads:
+                self._readers.setdefault(name, []).append(node)
+        self.model = model
+        self._constants: dict[str, NDArray[Any] | None] = {}
+        self._integers: dict[str, shape_values.Values | None] = {}
+        self._constant_names = set(self.initializers)
+        for node in self.nodes:  # in topological order, as ONNX demands
+            if self._constant_names.issuperset(node.reads):
+                self._constant_names.update(node.outputs)
+        self.live = self.ancestors(self.outputs)
+
+    @cached_property
+    def _types(self) -> dict[str, onnx.TypeProto.Tensor]:
+        return _tensor_types(self.model)
+
+    # Structure
+
+    def producer(self, tensor: str) -> Node | None:
+        """The node that makes `tensor`; None for inputs and initializers."""
+        return self._producers.get(tensor)
+
+    def readers(self, tensor: str) -> list[Node]:
+        """The nodes that read `tensor` and that a graph output depends on."""
+        return [node for node in self._readers.get(tensor, ()) if node in self.live]
+
+    def ancestors(self, tensors: Iterable[str], stop: Iterable[str] = ()) -> set[Node]:
+        """Every node that `tensors` depend on; the walk does not go behind the tensors of `stop`."""
+        found: set[Node] = set()
+        seen = set(stop)
+        stack = [t for t in tensors if t not in seen]
+        while stack:
+            name = stack.pop()
+            node = self.producer(name)
+            if name in seen or node is None:
+                continue
+            seen.add(name)
+            found.add(node)
+            stack += [t for t in node.reads if t not in seen]
+        return found
+
+    def descendants(self, tensors: Iterable[str], follow: Callable[[Node], bool] = lambda _: True) -> set[Node]:
+        """Every live node that depends on `tensors` through nodes that `follow` accepts."""
+        found: set[Node] = set()
+        stack = list(tensors)
+        while stack:
+            for node in self.readers(stack.pop()):
+                if node not in found and follow(node):
+                    found.add(node)
+                    stack += node.outputs
+        return found
+
+    def back(self, tensor: str, ops: Iterable[str]) -> str:
+        """Walk from `tensor` to the first input of its producer, as long as the producer is one of `ops`."""
+        node = self.producer(tensor)
+        while node is not None and node.op in ops:
+            tensor = node.inputs[0]
+            node = self.producer(tensor)
+        return tensor
+
+    def forward(self, tensor: str, ops: Iterable[str]) -> Iterator[tuple[str, Node]]:
+        """The first readers of `tensor` and of its views that are not in `ops`, with the tensor each of them reads."""
+        for node in self.readers(tensor):
+            if node.op in ops and node.inputs[0] == tensor:
+                for output in node.outputs:
+                    yield from self.forward(output, ops)
+            else:
+                yield tensor, node
+
+    # Facts
+
+    def shape(self, tensor: str) -> tuple[Dim, ...] | None:
+        """Dims of a tensor as far as they are known: integers, symbols, or None; None for an unknown rank."""
+        kind, node = self._types.get(tensor), self.producer(tensor)
+        stated = tuple(_dim(d) for d in kind.shape.dim) if kind is not None and kind.HasField("shape") else None
+        if node is None or (stated is not None and None not in stated):
+            return stated
+        known = shape_values.computed_shape(self, node)
+        if known is None or stated is None or len(stated) != len(known):
+            return known if stated is None else stated
+        return tuple(k if s is None else s for s, k in zip(stated, known, strict=True))
+
+    def last_dim(self, tensor: str) -> int | None:
+        """The last dim where it is a known integer."""
+        shape = self.shape(tensor)
+        return shape[-1] if shape and isinstance(shape[-1], int) else None
+
+    def elem_type(self, tensor: str) -> int:
+        """`TensorProto.DataType` of a tensor, 0 where it is unknown."""
+        kind = self._types.get(tensor)
+        return kind.elem_type if kind is not None else 0
+
+    def is_constant(self, tensor: str) -> bool:
+        """Whether the tensor depends on no graph input: weights, and what is computed from them alone."""
+        return tensor in self._constant_names
+
+    def constant(self, tensor: str) -> NDArray[Any] | None:
+        """The value of a small constant tensor, simple arithmetic on constants folded; else None."""
+        if tensor in self._constant_names and tensor not in self._constants:
+            self._constants[tensor] = self._fold(tensor)
+        return self._constants.get(tensor)
+
+    def scalar(self, tensor: str) -> float | None:
+        """The value of a constant with one element."""
+        value = self.constant(tensor)
+        return float(value.ravel()[0]) if value is not None and value.size == 1 else None
+
+    def integers(self, tensor: str) -> tuple[int | None, ...] | None:
+        """The elements of an integer tensor (a shape, a slice bound) as far as they are known."""
+        if tensor not in self._integers:
+            self._integers[tensor] = shape_values.integers(self, tensor)
+        return self._integers[tensor]
+
+    def _fold(self, tensor: str) -> NDArray[Any] | None:
+        if tensor in self.initializers:
+            return self._load(self.initializers[tensor])
+        node = self.producer(tensor)
+        if node is None:
+            return None
+        if node.op == "Constant":
+            return _constant_value(node)
+        if node.op == "Identity":
+            return self.constant(node.inputs[0])
+        if node.op not in _FOLDED_OPS or node.proto.domain not in ("", "ai.onnx"):
+            return None
+        values = {t: v for t in node.inputs if t and (v := self.constant(t)) is not None}
+        return _evaluate(node.proto, values) if values.keys() == {t for t in node.inputs if t} else None
+
+    def _load(self, tensor: onnx.TensorProto) -> NDArray[Any] | None:
+        if int(np.prod(tensor.dims, dtype=np.int64)) > SMALL:
+            return None
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            return numpy_helper.to_array(tensor, str(self.folder or ""))
+        return numpy_helper.to_array(tensor)
+
+
+def _evaluate(node: onnx.NodeProto, values: dict[str, NDArray[Any]]) -> NDArray[Any] | None:
+    """Run one node on constants; None where onnx's reference evaluator cannot."""
+    from onnx.reference import ReferenceEvaluator
+
+    try:
+        result = ReferenceEvaluator(node).run(None, values)[0]
+    except Exception:  # whatever the evaluator raises: the tensor is then simply not a constant we know
+        return None
+    return np.asarray(result) if np.size(result) <= SMALL else None
+
+
+def _constant_value(node: Node) -> NDArray[Any] | None:
+    for name in ("value", "value_float", "value_int", "value_floats", "value_ints"):
+        value = node.attribute(name)
+        if isinstance(value, onnx.TensorProto):
+            return numpy_helper.to_array(value)
+        if value is not None:
+            return np.asarray(value, np.float32 if "float" in name else np.int64)
+    return None
+
+
+def subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """The bodies of an If, Loop or Scan node; empty for every other."""
+    graphs = [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+    return graphs + [g for a in node.attribute for g in a.graphs]
+
+
+def _reads(node: onnx.NodeProto) -> Iterator[str]:
+    yield from (name for name in node.input if name)
+    for body in subgraphs(node):
+        inner = {v.name for v in body.input} | {t.name for t in body.initializer}
+        inner |= {output for n in body.node for output in n.output}
+        outer = [name for n in body.node for name in _reads(n)] + [v.name for v in body.output]
+        yield from (name for name in dict.fromkeys(outer) if name not in inner)
+
+
+def _dim(dim: onnx.TensorShapeProto.Dimension) -> Dim:
+    if dim.HasField("dim_value"):
+        return int(dim.dim_value)
+    return None if dim.dim_param.startswith("unk__") else dim.dim_param or None  # "unk__": made up by inference
+
+
+def _tensor_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
+    """Element type and shape of every tensor, the inferred ones included where inference succeeds."""
+    skeleton = _without_weights(model)
+    try:
+        skeleton = onnx.shape_inference.infer_shapes(skeleton)
+    except Exception:  # a graph that contradicts itself: use what it states
+        pass
+    graph = skeleton.graph
+    return {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
+
+
+def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy for shape inference in which every initializer that no shape can depend on is a plain input."""
+    skeleton = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
+    graph = model.graph
+    skeleton.graph.CopyFrom(onnx.GraphProto(name=graph.name, node=graph.node, input=graph.input, output=graph.output))
+    skeleton.graph.value_info.extend(graph.value_info)
+    declared = {v.name for v in graph.input}
+    for tensor in graph.initializer:
+        if tensor.name not in declared:
+            skeleton.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+        if tensor.data_type == onnx.TensorProto.INT64 and tensor.data_location != onnx.TensorProto.EXTERNAL:
+            skeleton.graph.initializer.append(tensor)
+    return skeleton

@@ -1,0 +1,91 @@
+"""Finds RMSNorms with a constant weight, written out in plain operators or as one fused node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .graph_index import GraphIndex, Node
+
+_FUSED = frozenset({"SimplifiedLayerNormalization", "RMSNormalization"})
+_CASTS = frozenset({"Cast", "Identity"})
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """One RMSNorm: `output = source / sqrt(mean(source^2) + eps) * gamma`."""
+
+    source: str
+    output: str
+    gamma: str
+    eps: float
+    #: The node that averages the squares, or the fused node: what messages name.
+    node: Node
+
+
+def find_norms(index: GraphIndex) -> list[RmsNorm]:
+    """Every RMSNorm of the graph over the last dim, in graph order."""
+    return [norm for node in index.nodes if node in index.live for norm in _norms_at(index, node)]
+
+
+def _norms_at(index: GraphIndex, node: Node) -> Iterator[RmsNorm]:
+    if node.op in _FUSED and index.is_constant(node.inputs[1]):
+        eps = float(node.attribute("epsilon", 1e-5))
+        yield RmsNorm(index.back(node.inputs[0], _CASTS), node.output, node.inputs[1], eps, node)
+    elif node.op == "ReduceMean":
+        source = _squared(index, node.inputs[0])
+        if source is not None:
+            yield from _plain_norm(index, node, source)
+
+
+def _squared(index: GraphIndex, tensor: str) -> str | None:
+    """x where `tensor` is x * x."""
+    node = index.producer(tensor)
+    if node is None:
+        return None
+    if node.op == "Pow" and index.scalar(node.inputs[1]) == 2.0:
+        return node.inputs[0]
+    return node.inputs[0] if node.op == "Mul" and node.inputs[0] == node.inputs[1] else None
+
+
+def _plain_norm(index: GraphIndex, mean: Node, source: str) -> Iterator[RmsNorm]:
+    for add in _readers(index, mean.output, "Add"):
+        eps = index.scalar(_other(add, mean.output))
+        if eps is None:
+            continue
+        for normed in _normed(index, add.output, source):
+            for tensor, scale in index.forward(normed, _CASTS):
+                if scale.op == "Mul":
+                    gamma = _other(scale, tensor)
+                    value = index.constant(gamma)
+                    if value is not None and value.size > 1:
+                        yield RmsNorm(index.back(source, _CASTS), scale.output, gamma, eps, mean)
+
+
+def _normed(index: GraphIndex, variance: str, source: str) -> Iterator[str]:
+    """Tensors that are `source` over the square root of `variance`."""
+    for power in _readers(index, variance, "Pow"):
+        if index.scalar(power.inputs[1]) == -0.5:
+            yield from _scaled(index, power.output, source)
+    for sqrt in _readers(index, variance, "Sqrt"):
+        for inverse in _readers(index, sqrt.output, "Reciprocal"):
+            yield from _scaled(index, inverse.output, source)
+        for division in _readers(index, sqrt.output, "Div"):
+            if division.inputs[0] == source:
+                yield division.output
+            elif index.scalar(division.inputs[0]) == 1.0:
+                yield from _scaled(index, division.output, source)
+
+
+def _scaled(index: GraphIndex, inverse: str, source: str) -> Iterator[str]:
+    yield from (m.output for m in _readers(index, inverse, "Mul") if source in m.inputs)
+
+
+def _readers(index: GraphIndex, tensor: str, op: str) -> list[Node]:
+    return [node for node in index.readers(tensor) if node.op == op]
+
+
+def _other(node: Node, tensor: str) -> str:
+    """The operand of a binary node that is not `tensor`."""
+    first, second = node.inputs
+    return second if first == tensor else first

@@ -1,0 +1,208 @@
+"""`patch_onnx`: from an ONNX file with QSA attention in plain operators to one with `QsaAttention` nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import TensorProto, ValueInfoProto
+
+from qsa_plugin.contract import PoolIO
+from qsa_plugin.errors import InputError
+
+from . import rewrite
+from .anchors import refuse
+from .attributes import Config, load_config, read_attributes
+from .detect import find_layers, patched_nodes
+from .files import ModelFile, check_output, default_output, load_model, save_model
+from .graph_index import GraphIndex
+from .names import Names
+from .prune import Removed, prune, strip_stack_traces
+from .reference_body import add_reference_function
+from .report import LayerReport, PatchReport, TensorReport
+from .rope_source import baked_table
+from .structure import indexers
+from .verify import Cut, check_coverage, check_layer
+
+_TYPES = {"fp16": TensorProto.FLOAT16, "fp32": TensorProto.FLOAT}
+_TYPE_NAMES = {TensorProto.FLOAT16: "fp16", TensorProto.FLOAT: "fp32", TensorProto.BFLOAT16: "bf16"}
+
+
+def patch_onnx(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    dtype: Literal["fp16", "fp32"] | None = None,
+    pool_io: Literal["in-place", "alias", "copy"] = "in-place",
+    rope_table: Literal["input", "initializer"] = "input",
+    max_positions: int | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    reference_body: bool = True,
+    dry_run: bool = False,
+) -> PatchReport:
+    """Rewrite every QSA attention of a model into one `QsaAttention` node and write the result.
+
+    Args:
+        model: the ONNX file; never modified.
+        output: where to write; by default MODEL with `.qsa.onnx`. It may not be MODEL itself.
+        dtype: element type at the nodes. None: the graph's own fp16 or bf16; fp16 with casts in an fp32 graph.
+        pool_io: how each pool output relates to its input (the node attribute of that name).
+        rope_table: `input` leaves `rope_rotary_cos_sin` a graph input; `initializer` bakes it in.
+        max_positions: positions of the baked table; needed there and only there.
+        config: the model's `config.json` (path or content), for what the graph does not tell.
+        reference_body: carry the plain-op function that onnxruntime runs.
+        dry_run: do everything but write.
+
+    Returns:
+        What was done. Status `already-patched`: the model has QsaAttention nodes; nothing was written.
+
+    Raises:
+        InputError: a file or an argument is wrong.
+        RefusedError: the model has no QSA attention, or one that cannot be cut safely; nothing was written.
+    """
+    io = _pool_io(pool_io)
+    _check_choice("--dtype", dtype, (None, *_TYPES))
+    _check_rope(rope_table, max_positions)
+    config = load_config(config)
+    source = load_model(model)
+    target = Path(output) if output is not None else default_output(source.path)
+    check_output(source, target)
+    index = GraphIndex(source.model, source.folder)
+    if patched_nodes(source.model):
+        plain = [topk.label for topk, _ in indexers(index)]
+        warnings = (f"these indexers are still plain operators: {', '.join(plain)}",) if plain else ()
+        return PatchReport("already-patched", source.path, target, warnings=warnings)
+    plans = _plan(index, config, dtype, io)
+    rope, rope_text = _rope(index, plans, max_positions, config)
+    warnings = _shape_warnings(index, plans)
+    layers = [_layer_report(index, plan) for plan in plans]
+    edited = source.model
+    additions = rewrite.add_layers(edited, index, plans, rope)
+    rewrite.apply(edited, additions)
+    caches = dict.fromkeys(name for plan in plans for name in plan.cut.cache_outputs)
+    removed = prune(edited, index, list(caches), additions.names)
+    strip_stack_traces(edited)
+    if reference_body:
+        add_reference_function(edited)
+    if not dry_run:
+        save_model(edited, source, target)
+    return PatchReport(
+        status="dry-run" if dry_run else "patched",
+        input=source.path,
+        output=target,
+        layers=tuple(layers),
+        removed_inputs=removed.inputs,
+        removed_outputs=removed.outputs,
+        removed_nodes=removed.nodes,
+        new_inputs=tuple(_tensor_report(v) for v in additions.inputs),
+        new_outputs=tuple(_tensor_report(v) for v in additions.outputs),
+        rope=rope_text,
+        reference_body=reference_body,
+        warnings=(*warnings, *additions.warnings(), *_kept_warnings(removed)),
+    )
+
+
+def _plan(index: GraphIndex, config: Config, dtype: str | None, pool_io: PoolIO) -> list[rewrite.LayerPlan]:
+    """Everything that is decided before anything is changed."""
+    cuts = [check_layer(index, anchors) for anchors in find_layers(index)]
+    check_coverage(index, cuts)
+    plans = []
+    for number, cut in enumerate(cuts):
+        attributes = read_attributes(index, cut, config, pool_io)
+        plan = rewrite.LayerPlan(number, cut, attributes, *_element_types(index, cut, dtype))
+        if attributes.rotary_dims != (plans or [plan])[0].attributes.rotary_dims:
+            refuse(cut.anchors.layer, "rotary_dims", "differs from the first layer's; one rope table serves all layers")
+        plans.append(plan)
+    return plans
+
+
+def _element_types(index: GraphIndex, cut: Cut, dtype: str | None) -> tuple[int, int]:
+    """Element types of the layer's activations in the graph and at the node."""
+    key = cut.anchors.projections["k_proj"]
+    graph_type = index.elem_type(key)
+    if graph_type not in _TYPE_NAMES:
+        refuse(cut.anchors.layer, key, "its element type is not known to be float, float16 or bfloat16")
+    if dtype is not None:
+        return graph_type, _TYPES[dtype]
+    return graph_type, TensorProto.FLOAT16 if graph_type == TensorProto.FLOAT else graph_type
+
+
+def _rope(
+    index: GraphIndex, plans: Sequence[rewrite.LayerPlan], max_positions: int | None, config: Config
+) -> tuple[NDArray[np.float32] | None, str]:
+    rotary = plans[0].attributes.rotary_dims
+    if max_positions is None:
+        return None, f"graph input, rotary dims {rotary}"
+    table, origin = baked_table(index, [plan.cut for plan in plans], rotary, max_positions, config)
+    return table, f"baked in, {max_positions} positions, rotary dims {rotary}, from {origin}"
+
+
+def _layer_report(index: GraphIndex, plan: rewrite.LayerPlan) -> LayerReport:
+    anchors = plan.cut.anchors
+    producers = {name: index.producer(tensor) for name, tensor in anchors.projections.items()}
+    return LayerReport(
+        index=plan.number,
+        name=anchors.layer,
+        strategy=anchors.strategy,
+        geometry=plan.attributes.geometry,
+        rotary_dims=plan.attributes.rotary_dims,
+        graph_dtype=_TYPE_NAMES[plan.graph_type],
+        surface=_TYPE_NAMES[plan.surface],
+        where=plan.attributes.where,
+        biases=tuple(name for name, node in producers.items() if node is not None and node.op == "Add"),
+    )
+
+
+def _tensor_report(info: ValueInfoProto) -> TensorReport:
+    kind = info.type.tensor_type
+    shape = tuple(d.dim_param or int(d.dim_value) for d in kind.shape.dim)
+    return TensorReport(info.name, TensorProto.DataType.Name(kind.elem_type).lower(), shape)
+
+
+def _shape_warnings(index: GraphIndex, plans: Sequence[rewrite.LayerPlan]) -> list[str]:
+    """Fixed sizes decide what the patched file can be used for."""
+    batch, seq_len, _ = index.shape(plans[0].cut.anchors.projections["k_proj"]) or (None, None, None)
+    warnings = []
+    if isinstance(batch, int):
+        warnings.append(f"the batch is fixed to {batch} in this graph")
+    if seq_len == 1:
+        warnings.append("the graph takes one token a call: the file decodes, and cannot prefill longer prompts")
+    elif isinstance(seq_len, int):
+        warnings.append(f"the graph takes {seq_len} tokens a call: the file prefills, and cannot decode")
+    if any(len(plan.cut.topks) > 1 for plan in plans):
+        warnings.append("the indexer is unrolled: the original is right at its own shape only, the patched file at all")
+    return warnings
+
+
+def _kept_warnings(removed: Removed) -> list[str]:
+    return [f"input {name} stays: its shape is read, and no other input has the same dims" for name in removed.kept]
+
+
+def _pool_io(value: str) -> PoolIO:
+    _check_choice("--pool-io", value, [p.option for p in PoolIO])
+    return next(p for p in PoolIO if p.option == value)
+
+
+def _check_choice(option: str, value: object, legal: Sequence[object]) -> None:
+    if value not in legal:
+        spelled = ", ".join(str(choice) for choice in legal if choice is not None)
+        raise InputError(option, value, f"one of {spelled}", "choose one of these")
+
+
+def _check_rope(rope_table: str, max_positions: int | None) -> None:
+    _check_choice("--rope-table", rope_table, ("input", "initializer"))
+    if rope_table == "input" and max_positions is not None:
+        raise InputError(
+            "--max-positions", max_positions, "no value with --rope-table input", "add --rope-table initializer"
+        )
+    if rope_table == "initializer" and (max_positions is None or max_positions < 1):
+        raise InputError(
+            "--max-positions",
+            "nothing" if max_positions is None else max_positions,
+            "a positive number of positions with --rope-table initializer",
+            "give the longest sequence that will be run",
+        )

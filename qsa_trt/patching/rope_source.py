@@ -1,0 +1,69 @@
+"""The rope table to bake in: from the model's own inverse frequencies, or from its config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qsa_plugin.errors import InputError
+
+from ..rope import rope_from_config, rope_table
+from .anchors import refuse
+from .attributes import Config
+from .graph_index import GraphIndex
+from .verify import Cut
+
+
+def baked_table(
+    index: GraphIndex, cuts: Sequence[Cut], rotary_dims: int, max_positions: int, config: Config
+) -> tuple[NDArray[np.float32], str]:
+    """The table fp32 `[1, max_positions, rotary_dims]`, and where its frequencies come from.
+
+    Raises:
+        InputError: neither the model nor the config holds inverse frequencies, or the config's rope type cannot be
+            baked (dynamic, longrope).
+        RefusedError: the model scales its cosines or holds several sets of frequencies (dynamic, longrope), or the
+            config disagrees with it.
+    """
+    found = _inv_freq(index, cuts, rotary_dims)
+    wanted = rope_from_config(config) if config else None
+    if found is None and wanted is None:
+        raise InputError(
+            "--rope-table",
+            "initializer",
+            "a model with an inv_freq weight, or --config",
+            "give the model's config.json, or leave the rope table a graph input",
+        )
+    if found is None:
+        assert wanted is not None
+        if wanted.size != rotary_dims // 2:
+            refuse(cuts[0].anchors.layer, "rotary_dims", f"{rotary_dims} in the graph, {2 * wanted.size} in the config")
+        return rope_table(max_positions, wanted), "the config's rope parameters"
+    name, inv_freq = found
+    if wanted is not None and (wanted.shape != inv_freq.shape or not np.allclose(wanted, inv_freq, rtol=1e-5)):
+        refuse(cuts[0].anchors.layer, name, "its inverse frequencies are not those of the config's rope parameters")
+    return rope_table(max_positions, inv_freq), f"the model's {name}"
+
+
+def _inv_freq(index: GraphIndex, cuts: Sequence[Cut], rotary_dims: int) -> tuple[str, NDArray[np.float32]] | None:
+    """The constant behind the cosines that the cuts read."""
+    found: dict[bytes, tuple[str, NDArray[np.float32]]] = {}
+    layer = cuts[0].anchors.layer
+    for cosine in {node for cut in cuts for node in cut.sides if node.op == "Cos"}:
+        for reader in index.readers(cosine.output):
+            factors = [s for t in reader.inputs if reader.op in ("Mul", "Div") and (s := index.scalar(t)) is not None]
+            if any(f != 1 for f in factors):
+                refuse(
+                    layer, reader, f"the cosines are scaled by {factors[0]:g} (longrope or yarn); a table is not baked"
+                )
+        for tensor in {t for node in index.ancestors([cosine.output]) for t in node.reads}:
+            value = index.constant(tensor)
+            if value is not None and value.size == rotary_dims // 2 and np.issubdtype(value.dtype, np.floating):
+                frequencies = value.astype(np.float32).ravel()
+                found.setdefault(frequencies.tobytes(), (tensor, frequencies))
+    if len(found) > 1:
+        names = ", ".join(name for name, _ in found.values())
+        refuse(layer, names, "several sets of inverse frequencies (dynamic rope or longrope); a table is not baked")
+    return next(iter(found.values()), None)

@@ -1,0 +1,174 @@
+"""Strategy: the shape of the computation alone, for files without names.
+
+A QSA indexer is a TopK over scores that come from a Relu over a MatMul of two activations; both go back to one linear
+projection, whose input feeds three sibling projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .anchors import NORMS, PROJECTIONS, Anchors, Gate, find_gate, refuse
+from .graph_index import GraphIndex, Node
+from .norms import RmsNorm
+
+NAME = "structure"
+#: What exporters put between the indexer's MatMul and its TopK.
+_SCORE_OPS = frozenset(
+    "Relu ReduceSum Div Mul Where Concat Cast Transpose Reshape Add Slice Squeeze Unsqueeze Identity".split()
+)
+_LINEAR_OPS = frozenset({"MatMul", "Gemm"})
+_HALVING_OPS = frozenset({"Reshape", "Split", "Slice", "Cast", "Identity"})
+
+
+def find(index: GraphIndex, norms: list[RmsNorm]) -> list[Anchors]:
+    """The layers around the graph's indexers.
+
+    Raises:
+        RefusedError: an indexer whose layer lacks another anchor.
+    """
+    projections: dict[str, Node] = {}
+    for topk, matmul in indexers(index):
+        projection = _projection_behind(index, matmul)
+        if projection is None:
+            refuse(topk.label, matmul, "no linear projection (index_qk) is behind the indexer's scores")
+        projections.setdefault(projection.output, projection)
+    return [_anchors(index, norms, projection) for projection in projections.values()]
+
+
+def indexers(index: GraphIndex) -> list[tuple[Node, Node]]:
+    """Every TopK over Relu scores of a MatMul of two activations, with that MatMul."""
+    found = []
+    for node in index.nodes:
+        if node.op == "TopK" and node in index.live:
+            matmul = next(_score_matmuls(index, node), None)
+            if matmul is not None:
+                found.append((node, matmul))
+    return found
+
+
+def _score_matmuls(index: GraphIndex, topk: Node) -> Iterator[Node]:
+    """MatMuls of two activations that a Relu between them and `topk` rectifies."""
+    stack, seen = [(topk.inputs[0], False)], set()
+    while stack:
+        tensor, rectified = stack.pop()
+        node = index.producer(tensor)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.op in _SCORE_OPS:
+            stack += [(name, rectified or node.op == "Relu") for name in node.inputs if name]
+        elif rectified and node.op in ("MatMul", "FusedMatMul") and not any(map(index.is_constant, node.inputs)):
+            yield node
+
+
+def _projection_behind(index: GraphIndex, matmul: Node) -> Node | None:
+    """The one linear projection that both operands of the indexer's MatMul go back to."""
+    sides = [set(_projections_behind(index, tensor)) for tensor in matmul.inputs]
+    common = sides[0] & sides[1]
+    return common.pop() if len(common) == 1 else None
+
+
+def _projections_behind(index: GraphIndex, tensor: str) -> Iterator[Node]:
+    """The first linear projections on the ways back from `tensor`."""
+    stack, seen = [tensor], set()
+    while stack:
+        node = index.producer(stack.pop())
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if is_linear(index, node):
+            yield node
+        else:
+            stack += node.reads
+
+
+def is_linear(index: GraphIndex, node: Node) -> bool:
+    """Whether the node multiplies an activation with a constant weight matrix `[K, N]`, K and N above 1."""
+    if node.op not in _LINEAR_OPS or not index.is_constant(node.inputs[1]) or index.is_constant(node.inputs[0]):
+        return False
+    shape = index.shape(node.inputs[1])
+    return shape is not None and len(shape) == 2 and all(isinstance(d, int) and d > 1 for d in shape)
+
+
+def with_bias(index: GraphIndex, linear: Node) -> str:
+    """The output of a linear projection, behind the Add of its bias where there is one."""
+    readers = index.readers(linear.output)
+    if len(readers) == 1 and readers[0].op == "Add":
+        bias = [t for t in readers[0].inputs if t != linear.output]
+        if bias and index.is_constant(bias[0]) and len(index.shape(bias[0]) or ()) == 1:
+            return readers[0].output
+    return linear.output
+
+
+def _anchors(index: GraphIndex, norms: list[RmsNorm], index_qk: Node) -> Anchors:
+    layer = f"around {index_qk.label}"
+    siblings = [
+        with_bias(index, node)
+        for node in index.readers(index_qk.inputs[0])
+        if node is not index_qk and is_linear(index, node)
+    ]
+    gate = _gated_sibling(index, layer, siblings, index_qk)
+    queries = {t for t in siblings if index.back(gate.query, _HALVING_OPS) == t}
+    # What the attention reads besides the query: the key, which is normed, and the value, which is not.
+    rest = [t for t in siblings if t not in queries and _feeds(index, t, gate.attention)]
+    keys = [t for t in rest if any(index.back(n.source, _HALVING_OPS) == t for n in norms)]
+    values = [t for t in rest if t not in keys]
+    if len(queries) != 1 or len(keys) != 1 or len(values) != 1:
+        refuse(
+            layer,
+            index_qk,
+            f"its {len(siblings)} sibling projections are not one query with a gate, one normed key and one value",
+        )
+    outputs = (queries.pop(), keys[0], values[0], with_bias(index, index_qk))
+    projections = dict(zip(PROJECTIONS, outputs, strict=True))
+    return Anchors(layer, NAME, projections, _norms(index, norms, layer, projections, gate), gate)
+
+
+def _gated_sibling(index: GraphIndex, layer: str, siblings: list[str], index_qk: Node) -> Gate:
+    """The gate of the one sibling that reaches a Sigmoid; a sibling with a broken gate is reported as such."""
+    gated = [t for t in siblings if _reaches_sigmoid(index, t)]
+    if len(gated) != 1:
+        refuse(
+            layer, index_qk, f"{len(gated)} of its {len(siblings)} sibling projections reach an output gate (Sigmoid)"
+        )
+    return find_gate(index, layer, gated[0])
+
+
+def _reaches_sigmoid(index: GraphIndex, tensor: str) -> bool:
+    ops = _HALVING_OPS | {"Transpose", "Squeeze", "Unsqueeze"}
+    return any(node.op == "Sigmoid" for _, node in index.forward(tensor, ops))
+
+
+def _feeds(index: GraphIndex, tensor: str, attention: str) -> bool:
+    cut = index.ancestors([attention])
+    return any(node in cut for node in index.readers(tensor))
+
+
+def _norms(
+    index: GraphIndex, norms: list[RmsNorm], layer: str, projections: dict[str, str], gate: Gate
+) -> dict[str, RmsNorm]:
+    """The four norms by what they norm: the query half, the key, index queries, and means of index keys."""
+    sources = {gate.query: "q_norm", projections["k_proj"]: "k_norm"}
+    found: dict[str, RmsNorm] = {}
+    for norm in norms:
+        direct = index.back(norm.source, {"Reshape", "Cast", "Identity"})
+        name = sources.get(direct)
+        if name is None and index.back(norm.source, _HALVING_OPS) == projections["index_qk_proj"]:
+            name = "indexer_q_norm"
+        elif name is None and _is_block_mean(index, norm, projections["index_qk_proj"]):
+            name = "indexer_k_norm"
+        if name is not None:
+            found.setdefault(name, norm)
+    for name in NORMS:
+        if name not in found:
+            refuse(layer, name, "no RMSNorm with a constant weight (gamma) was found where this norm belongs")
+    return found
+
+
+def _is_block_mean(index: GraphIndex, norm: RmsNorm, index_qk: str) -> bool:
+    mean = index.producer(index.back(norm.source, {"Cast", "Identity", "Squeeze", "Unsqueeze", "Reshape"}))
+    if mean is None or mean.op != "ReduceMean":
+        return False
+    behind = index.ancestors([mean.inputs[0]], stop=[index_qk])
+    return any(index_qk in node.reads for node in behind)

@@ -1,0 +1,135 @@
+"""Decides what a layer's cut removes, and refuses every layer where that would lose something."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .anchors import Anchors, refuse
+from .graph_index import GraphIndex, Node
+from .structure import indexers
+
+_SOFTMAX_OPS = frozenset({"Softmax", "Attention"})
+_CACHE_NAME = re.compile(r"(^|[._/])(present|past|cache)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One layer, ready to be cut between its sources and the gate.
+
+    Attributes:
+        anchors: the layer's anchors.
+        nodes: what computes attention and selection from the sources; all of it goes.
+        sides: what else these nodes depend on (mask, positions, cos and sin, shapes); it goes where nobody else reads.
+        softmax: the attention's Softmax or Attention node.
+        topks: the indexer's TopK nodes; more than one in an unrolled graph.
+        cache_outputs: graph outputs that hold dense caches of cut tensors.
+    """
+
+    anchors: Anchors
+    nodes: frozenset[Node]
+    sides: frozenset[Node]
+    softmax: Node
+    topks: tuple[Node, ...]
+    cache_outputs: tuple[str, ...]
+
+
+def sources(anchors: Anchors) -> dict[str, str]:
+    """The four tensors that stay and feed the new node; the query is the projection's query half."""
+    return {**anchors.projections, "q_proj": anchors.gate.query}
+
+
+def check_layer(index: GraphIndex, anchors: Anchors) -> Cut:
+    """Work out one layer's cut.
+
+    Raises:
+        RefusedError: the part between the anchors is not one QSA attention, takes in something else, or is read by
+            something else.
+    """
+    layer, gate, ends = anchors.layer, anchors.gate, sources(anchors)
+    needed = index.ancestors([gate.attention], stop=ends.values())
+    nodes = frozenset(index.descendants(ends.values(), follow=needed.__contains__) & needed)
+    for name, tensor in ends.items():
+        if not any(node in nodes for node in index.readers(tensor)):
+            refuse(layer, gate.multiply, f"the attention does not depend on {name} ({tensor})")
+    softmaxes = [node for node in nodes if node.op in _SOFTMAX_OPS]
+    if len(softmaxes) != 1:
+        refuse(layer, gate.multiply, f"{len(softmaxes)} Softmax or Attention nodes lie in the cut; one was expected")
+    topks = tuple(node for node, _ in indexers(index) if node in nodes)
+    if not topks:
+        refuse(layer, gate.multiply, "no TopK over the indexer's scores lies in the cut")
+    sides = frozenset(needed - nodes)
+    _check_inputs(index, anchors, sides)
+    return Cut(anchors, nodes, sides, softmaxes[0], topks, _cache_outputs(index, anchors, nodes))
+
+
+def check_coverage(index: GraphIndex, cuts: Iterable[Cut]) -> None:
+    """A model is patched whole or not at all: every indexer must lie in some layer's cut.
+
+    Raises:
+        RefusedError: an indexer does not.
+    """
+    covered = {node for cut in cuts for node in cut.nodes}
+    for topk, _ in indexers(index):
+        if topk not in covered:
+            refuse(
+                "unknown", topk, "this indexer belongs to no layer that could be found, and a model is patched whole"
+            )
+
+
+def _check_inputs(index: GraphIndex, anchors: Anchors, sides: frozenset[Node]) -> None:
+    """Nothing but the four sources may carry the layer's activations into the cut (a residual, the gate half)."""
+    inputs = {t for tensor in anchors.projections.values() for t in _projection_inputs(index, tensor)}
+    derived = index.descendants(inputs, follow=lambda node: node.op not in ("Shape", "Size"))
+    for node in sorted(derived & sides, key=lambda n: n.position):
+        if node.op not in ("Shape", "Size"):
+            refuse(anchors.layer, node, "it feeds the attention with the layer's activations past the four projections")
+
+
+def _projection_inputs(index: GraphIndex, tensor: str) -> list[str]:
+    """The activations that the projection of `tensor` reads, seen through the Add of a bias."""
+    node = index.producer(tensor)
+    if node is None:
+        return []
+    activations = [t for t in node.reads if not index.is_constant(t)]
+    if node.op == "Add" and len(activations) == 1:
+        return _projection_inputs(index, activations[0])
+    return activations
+
+
+def _cache_outputs(index: GraphIndex, anchors: Anchors, nodes: frozenset[Node]) -> tuple[str, ...]:
+    """The graph outputs that read the cut, all of them dense caches.
+
+    Raises:
+        RefusedError: any other reader of a cut tensor.
+    """
+    found: dict[str, None] = {}
+    for node in sorted(nodes, key=lambda n: n.position):
+        for tensor in node.outputs:
+            for reader in index.readers(tensor):
+                if reader in nodes or (reader is anchors.gate.multiply and tensor == anchors.gate.attention):
+                    continue
+                outputs = _only_outputs(index, reader)
+                if not outputs or not all(is_cache_output(index, o) for o in outputs):
+                    refuse(anchors.layer, reader, f"it reads {tensor}, which the cut would remove")
+                found.update(dict.fromkeys(outputs))
+            if tensor in index.outputs:
+                if not is_cache_output(index, tensor):
+                    refuse(anchors.layer, node, f"graph output {tensor} is a tensor that the cut would remove")
+                found[tensor] = None
+    return tuple(found)
+
+
+def _only_outputs(index: GraphIndex, reader: Node) -> list[str]:
+    """The graph outputs that `reader` leads to, if it leads nowhere else than to a cache on a short way."""
+    after = {reader} | index.descendants(reader.outputs)
+    outputs = [t for node in after for t in node.outputs if t in index.outputs]
+    return outputs if len(after) <= 4 else []
+
+
+def is_cache_output(index: GraphIndex, tensor: str) -> bool:
+    """Whether a graph output is a dense cache: named like one, or a graph input with new entries appended."""
+    node = index.producer(tensor)
+    appended = node is not None and node.op == "Concat" and any(t in index.inputs for t in node.inputs)
+    return appended or _CACHE_NAME.search(tensor) is not None
