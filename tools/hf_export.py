@@ -9,9 +9,11 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import onnx
 import torch
 from torch import Tensor, nn
@@ -92,15 +94,13 @@ def text_config(
 
 
 def randomise(module: nn.Module, seed: int) -> None:
-    """Fill all parameters from one generator: weights keep a signal's variance, norm gammas are far from their 0."""
-    generator = torch.Generator().manual_seed(seed)
+    """Fill all parameters, the same on every machine: weights keep a signal's variance, norm gammas are far from 0."""
+    rng = np.random.default_rng(seed)
     with torch.no_grad():
         for name, parameter in sorted(module.named_parameters()):
-            if parameter.ndim == 1:
-                parameter.uniform_(-0.5, 0.5, generator=generator)
-            else:
-                fan_in = 1 if name.endswith("embed_tokens.weight") else parameter.shape[-1]
-                parameter.normal_(std=1 / math.sqrt(fan_in), generator=generator)
+            fan_in = 1 if name.endswith("embed_tokens.weight") else parameter.shape[-1]
+            bound = 0.5 if parameter.ndim == 1 else math.sqrt(3 / fan_in)
+            parameter.copy_(torch.from_numpy(rng.uniform(-bound, bound, parameter.shape)))
 
 
 class AttentionLayer(nn.Module):
@@ -232,13 +232,15 @@ def export(
         output: the name of the output.
     """
     buffer = io.BytesIO()
-    options: dict[str, Any] = {"input_names": list(example), "output_names": [output], "opset_version": opset}
+    options: dict[str, Any] = {"f": buffer, "opset_version": opset, "dynamo": exporter == "dynamo"}
+    options |= {"input_names": list(example), "output_names": [output]}
     if exporter == "dynamo":
-        options |= {"dynamo": True, "dynamic_shapes": axes, "external_data": False, "verbose": False}
+        options |= {"dynamic_shapes": axes, "external_data": False, "verbose": False}
     else:
-        options |= {"dynamo": False, "dynamic_axes": axes}
-    with vectorised_indexer(), torch.no_grad():
-        torch.onnx.export(module, tuple(example.values()), buffer, **options)
+        options |= {"dynamic_axes": axes}
+    with vectorised_indexer(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporters warn of their own internals; tests compare the outputs
+        torch.onnx.export(module, tuple(example.values()), **options)
     model = onnx.load_from_string(buffer.getvalue())
     strip_metadata(model)
     return model

@@ -10,19 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
-from transformers.models.qwen4_exp import modeling_qwen4_exp as hf
+from transformers.models.qwen4_exp import modeling_qwen4_exp
+
+hf: Any = modeling_qwen4_exp  # its functions have no types
 
 # Notation: B batch, S queries, T keys, R tokens a block, G = ceil(T / R) blocks, Ih indexer heads, Id their size.
 
 
 def select_tokens(
-    indexer: hf.Qwen4ExpTextQSAIndexer,
+    indexer: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor,
@@ -31,7 +34,7 @@ def select_tokens(
     """The tokens that each query attends to, as `Qwen4ExpTextQSAIndexer.forward` gives them.
 
     Args:
-        indexer: the module whose weights are used.
+        indexer: the `Qwen4ExpTextQSAIndexer` whose weights are used (its type calls every size optional).
         hidden_states: [B, S, hidden].
         position_embeddings: cos and sin of all T positions, each [B, T, rotary].
         attention_mask: [B, 1, S, T], bool (True = visible) or float (0 = visible).
@@ -46,32 +49,33 @@ def select_tokens(
     if cache is not None:
         raw_keys = cache.update_indexer(raw_keys, indexer.layer_idx)  # [B, T, Id]
 
-    queries = indexer.q_layernorm(queries.unflatten(-1, (indexer.index_n_heads, head_dim)))  # [B, S, Ih, Id]
-    seq_len = queries.shape[1]
+    batch, seq_len, _ = hidden_states.shape  # reshape, not unflatten: TorchScript would freeze the traced sizes
+    queries = indexer.q_layernorm(queries.reshape(batch, seq_len, -1, head_dim))  # [B, S, Ih, Id]
     queries = hf.apply_rotary_pos_emb(queries, cos=cos[:, -seq_len:], sin=sin[:, -seq_len:], unsqueeze_dim=2)
     block_cos, block_sin = cos[:, ::ratio], sin[:, ::ratio]  # [B, G, rotary], at each block's first token
     keys = _block_keys(indexer, raw_keys, block_cos.shape[1]).unsqueeze(1)  # [B, 1, G, Id]
     keys = hf.apply_rotary_pos_emb(keys, cos=block_cos, sin=block_sin)
 
-    scores = queries.float().transpose(1, 2) @ keys.float().transpose(-1, -2)  # [B, Ih, S, G]
+    scores: Tensor = queries.float().transpose(1, 2) @ keys.float().transpose(-1, -2)  # [B, Ih, S, G]
     scores = scores.relu().sum(dim=1) / math.sqrt(head_dim)  # [B, S, G]
-    visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+    visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask.eq(0)
     visible = visible.squeeze(1)  # [B, S, T]
     block_ends = torch.arange(1, scores.shape[-1] + 1, device=keys.device) * ratio  # [G]
-    incomplete = block_ends > visible.sum(dim=-1, keepdim=True)  # [B, S, G]
+    incomplete: Tensor = block_ends > visible.sum(dim=-1, keepdim=True)  # [B, S, G]
     chosen = _top_blocks(scores.masked_fill(incomplete, -math.inf), indexer.block_topk)
 
     # Incomplete blocks hold the causal tail, which every query keeps, and tokens that it cannot see.
-    kept = (chosen | incomplete).unsqueeze(-1).expand(-1, -1, -1, ratio).flatten(2)[..., : visible.shape[-1]]
+    kept: Tensor = (chosen | incomplete).unsqueeze(-1).expand(-1, -1, -1, ratio).flatten(2)[..., : visible.shape[-1]]
     return (kept & visible).unsqueeze(1)
 
 
-def _block_keys(indexer: hf.Qwen4ExpTextQSAIndexer, raw_keys: Tensor, blocks: int) -> Tensor:
+def _block_keys(indexer: Any, raw_keys: Tensor, blocks: int) -> Tensor:
     """The normed mean of each block's raw keys, before RoPE: [B, T, Id] to [B, G, Id]; a last partial block is void."""
     ratio = indexer.compress_ratio
     padded = F.pad(raw_keys, (0, 0, 0, ratio - 1)).narrow(1, 0, blocks * ratio)  # [B, G * R, Id]
     pooled = padded.reshape(padded.shape[0], -1, ratio, indexer.index_head_dim).float().mean(dim=2)
-    return indexer.k_layernorm(pooled.to(raw_keys.dtype))
+    normed: Tensor = indexer.k_layernorm(pooled.to(raw_keys.dtype))
+    return normed
 
 
 def _top_blocks(scores: Tensor, count: int) -> Tensor:
@@ -79,7 +83,8 @@ def _top_blocks(scores: Tensor, count: int) -> Tensor:
     padded = F.pad(scores, (0, count), value=-math.inf)  # [B, S, G + count]: `count` stays a constant of the graph
     winners = padded.topk(count, dim=-1).indices
     # Ones into floats: TorchScript cannot export a scatter of bools.
-    return torch.zeros_like(padded).scatter(-1, winners, 1.0)[..., : scores.shape[-1]] > 0
+    marked = torch.zeros_like(padded).scatter(-1, winners, 1.0)
+    return marked[..., : scores.shape[-1]].gt(0)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from tests.support.requirements import needs_oracle
 pytestmark = needs_oracle
 
 #: Name to `text_config` arguments: the budget is small, so that short contexts pass it.
-GEOMETRIES: dict[str, dict[str, int]] = {
+GEOMETRIES: dict[str, dict[str, Any]] = {
     "lm": {"hidden_size": 32},
     "no-groups": {"heads": 4, "kv_heads": 4, "head_dim": 32, "rotary_dims": 8, "indexer_heads": 1, "budget": 16},
     "ratio-2": {"heads": 4, "kv_heads": 1, "indexer_heads": 3, "indexer_head_dim": 32, "budget": 10, "ratio": 2},
@@ -59,8 +59,9 @@ def test_selection_drops_blocks_beyond_the_budget(name: str) -> None:
             (inputs["cos"], inputs["sin"]),
             inputs["attention_mask"],
         )
-    tail = 90 % config.indexer_compress_ratio
-    assert mask[0, 0, -1].sum().item() == config.indexer_budget + tail < 90
+    budget, ratio = config.indexer_budget, config.indexer_compress_ratio
+    assert budget is not None and ratio is not None
+    assert mask[0, 0, -1].sum().item() == budget + 90 % ratio < 90
 
 
 def test_same_output_as_the_loops_with_a_cache() -> None:
