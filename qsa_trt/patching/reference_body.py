@@ -206,8 +206,7 @@ class _Body:
         decode = start > 0
         self.batch = b.op("Where", decode, start, b.dim(self.qkv, 0))
         self.seq = b.op("Where", decode, 1, b.dim(self.qkv, 1))
-        context = b.reshape(self.int64(self.context_lengths), self.batch, 1)
-        context = b.op("Max", context, 0)  # [B, 1]
+        context = b.reshape(self.int64(self.context_lengths), self.batch, 1)  # [B, 1]
         self.first = b.op("Where", decode, b.op("Max", context - 1, 0), 0)  # [B, 1] position of the call's first token
         self.end = b.op("Min", context, self.first + self.seq)  # [B, 1] length after this call
         self.position = self.first + b.arange(self.seq)  # [B, S]
@@ -312,7 +311,7 @@ class _Body:
         return b.op("ScatterND", rows, b.unsqueeze(row_ids, 1), b.op("Concat", *updates, axis=0))
 
     def score_blocks(self, index_q: Value, state: Value) -> Value:
-        """Contract step 4: scores [B, S, T/R]. A block that a row does not see ranks below NaN, NaN below all else."""
+        """Contract step 4: scores [B, S, T/R], -1 for NaN and for blocks past the row, which have the highest ids."""
         b = self.b
         v_rows = b.reshape(self.v_rows, self.batch, -1, self.ratio)
         first_rows = b.op("Gather", v_rows, b.scalar(0), axis=2)  # [B, T/R]
@@ -321,10 +320,10 @@ class _Body:
         dots = b.op("MatMul", queries, b.op("Transpose", keys, perm=[0, 2, 1]))  # [B, S*Ih, T/R]
         positive = b.op("Where", dots <= 0.0, 0.0, dots)  # max(0, dot) that keeps NaN
         heads = b.reshape(positive, self.batch, self.seq, self.index_heads, -1)
-        scores = b.sum(heads, 2) / b.op("Sqrt", self.fp32(self.index_dim))  # [B, S, T/R], never below 0
+        scores = b.sum(heads, 2) / b.op("Sqrt", self.fp32(self.index_dim))  # [B, S, T/R], 0 or more
         self.visible_blocks = b.unsqueeze((self.position + 1) // self.ratio, 2)  # [B, S, 1]
         self.visible = b.arange(self.capacity // self.ratio) < self.visible_blocks  # [B, S, T/R]
-        return b.op("Where", self.visible, b.op("Where", b.op("IsNaN", scores), -1.0, scores), -2.0)
+        return b.op("Where", self.visible & (scores >= 0.0), scores, -1.0)
 
     def select_tokens(self, scores: Value) -> Value:
         """Contract step 5 as a mask [B, S, T]: tokens of the best blocks (ties: the lower id) and the causal tail."""
