@@ -69,9 +69,9 @@ def _resolve(forced: str | None) -> tuple[str, Any]:
             return name, module
     raise MissingPackageError(
         "TensorRT",
-        "none installed",
-        "one of the Python packages " + ", ".join(m for name in candidates for m in MODULES[name]),
-        INSTALL[forced or "tensorrt_rtx"] + ("" if forced else ", or " + INSTALL["tensorrt"]),
+        "no installation",
+        "the Python package " + " or ".join(candidates),
+        INSTALL[forced] if forced else f"{INSTALL['tensorrt_rtx']}, or {INSTALL['tensorrt']}",
     )
 
 

@@ -60,7 +60,6 @@ class Callbacks:
         self.plugin_namespace = PLUGIN_NAMESPACE
         self.num_outputs = len(OUTPUTS)
         self.timing_cache_id = self.metadata_string = _describe(geometry)
-        self._serialized = serialize_fields(self.trt, geometry)
         self._checked: tuple[list[tuple[int, ...]], Call] | None = None
 
     @callback
@@ -139,7 +138,7 @@ class Callbacks:
     @callback
     def get_fields_to_serialize(self) -> Any:
         """All attributes and the format version."""
-        return self._serialized[0]
+        return serialize_fields(self.trt, self.geometry)[0]
 
     @callback
     def attach_to_context(self, context: Any) -> Any:
@@ -269,8 +268,9 @@ def plugin_class(trt: Any) -> type[Callbacks]:
     return type(Callbacks)("QsaAttentionPlugin", (Callbacks, *bases), {"trt": trt, "__init__": initialize})
 
 
+@cache
 def serialize_fields(trt: Any, geometry: Geometry) -> tuple[Any, ...]:
-    """(field collection, what it points to): TensorRT keeps raw pointers, so the caller keeps the whole tuple."""
+    """(field collection, what it points to), kept for good: TensorRT holds raw pointers and outlives plugins."""
     values: dict[str, int | float] = {FORMAT_FIELD: FORMAT_VERSION, **geometry.to_attributes()}
     arrays = [np.array([v], dtype=np.float32 if isinstance(v, float) else np.int32) for v in values.values()]
     types = trt.PluginFieldType
