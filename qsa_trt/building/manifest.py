@@ -159,7 +159,8 @@ def write_engine(engine: Path, serialized: Any, manifest: Json) -> Json:
             _move_both(new_engine, engine, new_manifest, manifest_path(engine))
     except OSError as error:
         raise FailedError(f"cannot write {error.filename or engine}: {error.strerror}; nothing was written") from error
-    return complete
+    written: Json = json.loads(text)
+    return written
 
 
 def _readable(text: str) -> str:

@@ -85,7 +85,7 @@ def compile_engine(
         monitor = _monitor(trt, cancelled)
         config.progress_monitor = monitor
         serialized = builder.build_serialized_network(network, config)
-        if serialized is None:
+        if serialized is None or first_error() is not None:  # the bindings build on after some exceptions
             raise _failure("the build failed", log)
         return serialized
 
