@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,9 @@ Dim = int | str | None
 #: Constants with more elements are never read: gammas, head counts and shapes are far smaller, weights far larger.
 SMALL = 1 << 14
 #: Operators whose result is no larger than their operands, unless by broadcasting two of them.
-_FOLDED_OPS = frozenset("Add Sub Mul Div Neg Sqrt Cast Reshape Squeeze Unsqueeze Concat Gather Slice Min Max".split())
+_FOLDED_OPS = frozenset(
+    {"Add", "Sub", "Mul", "Div", "Neg", "Sqrt", "Cast", "Reshape", "Squeeze", "Unsqueeze", "Concat", "Gather", "Slice"}
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,17 +42,17 @@ class Node:
     @property
     def inputs(self) -> Sequence[str]:
         """The node's own inputs; an empty name stands for one left out."""
-        return self.proto.input
+        return tuple(self.proto.input)
 
     @property
     def outputs(self) -> Sequence[str]:
         """Names of the tensors that the node makes."""
-        return self.proto.output
+        return tuple(self.proto.output)
 
     @property
     def output(self) -> str:
         """The first output."""
-        return self.proto.output[0]
+        return str(self.proto.output[0])
 
     @property
     def label(self) -> str:
@@ -222,10 +225,11 @@ def _evaluate(node: onnx.NodeProto, values: dict[str, NDArray[Any]]) -> NDArray[
     from onnx.reference import ReferenceEvaluator
 
     try:
-        result = ReferenceEvaluator(node).run(None, values)[0]
+        results: Any = ReferenceEvaluator(node).run(None, values)
+        result = np.asarray(results[0])
     except Exception:  # whatever the evaluator raises: the tensor is then simply not a constant we know
         return None
-    return np.asarray(result) if np.size(result) <= SMALL else None
+    return result if result.size <= SMALL else None
 
 
 def _constant_value(node: Node) -> NDArray[Any] | None:
@@ -262,10 +266,8 @@ def _dim(dim: onnx.TensorShapeProto.Dimension) -> Dim:
 def _tensor_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
     """Element type and shape of every tensor, the inferred ones included where inference succeeds."""
     skeleton = _without_weights(model)
-    try:
+    with contextlib.suppress(Exception):  # a graph that contradicts itself: use what it states
         skeleton = onnx.shape_inference.infer_shapes(skeleton)
-    except Exception:  # a graph that contradicts itself: use what it states
-        pass
     graph = skeleton.graph
     return {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
 

@@ -18,9 +18,8 @@ from . import rewrite
 from .anchors import refuse
 from .attributes import Config, load_config, read_attributes
 from .detect import find_layers, patched_nodes
-from .files import ModelFile, check_output, default_output, load_model, save_model
+from .files import check_output, default_output, load_model, save_model
 from .graph_index import GraphIndex
-from .names import Names
 from .prune import Removed, prune, strip_stack_traces
 from .reference_body import add_reference_function
 from .report import LayerReport, PatchReport, TensorReport
@@ -28,8 +27,8 @@ from .rope_source import baked_table
 from .structure import indexers
 from .verify import Cut, check_coverage, check_layer
 
-_TYPES = {"fp16": TensorProto.FLOAT16, "fp32": TensorProto.FLOAT}
-_TYPE_NAMES = {TensorProto.FLOAT16: "fp16", TensorProto.FLOAT: "fp32", TensorProto.BFLOAT16: "bf16"}
+_TYPES: dict[str, int] = {"fp16": TensorProto.FLOAT16, "fp32": TensorProto.FLOAT}
+_TYPE_NAMES: dict[int, str] = {TensorProto.FLOAT16: "fp16", TensorProto.FLOAT: "fp32", TensorProto.BFLOAT16: "bf16"}
 
 
 def patch_onnx(
@@ -73,9 +72,8 @@ def patch_onnx(
     check_output(source, target)
     index = GraphIndex(source.model, source.folder)
     if patched_nodes(source.model):
-        plain = [topk.label for topk, _ in indexers(index)]
-        warnings = (f"these indexers are still plain operators: {', '.join(plain)}",) if plain else ()
-        return PatchReport("already-patched", source.path, target, warnings=warnings)
+        plain = [f"{topk.label} is still an indexer in plain operators" for topk, _ in indexers(index)]
+        return PatchReport("already-patched", source.path, target, warnings=tuple(plain))
     plans = _plan(index, config, dtype, io)
     rope, rope_text = _rope(index, plans, max_positions, config)
     warnings = _shape_warnings(index, plans)
@@ -110,7 +108,7 @@ def _plan(index: GraphIndex, config: Config, dtype: str | None, pool_io: PoolIO)
     """Everything that is decided before anything is changed."""
     cuts = [check_layer(index, anchors) for anchors in find_layers(index)]
     check_coverage(index, cuts)
-    plans = []
+    plans: list[rewrite.LayerPlan] = []
     for number, cut in enumerate(cuts):
         attributes = read_attributes(index, cut, config, pool_io)
         plan = rewrite.LayerPlan(number, cut, attributes, *_element_types(index, cut, dtype))

@@ -190,6 +190,7 @@ class _LayerNodes:
         output = self.additions.names.fresh(f"{self.prefix}/attn_output")
         name = self.additions.names.fresh(f"{self.prefix}/{PLUGIN_NAME}")
         attributes = self.plan.attributes
+        fields: dict[str, Any] = attributes.geometry.to_attributes()
         self.nodes.append(
             helper.make_node(
                 PLUGIN_NAME,
@@ -197,7 +198,7 @@ class _LayerNodes:
                 [output, pool_out],
                 name=name,
                 domain=ONNX_DOMAIN,
-                **attributes.geometry.to_attributes(),
+                **fields,
                 plugin_namespace=PLUGIN_NAMESPACE,  # TensorRT looks for a plugin only where this attribute stands
                 plugin_version=PLUGIN_VERSION,
             )

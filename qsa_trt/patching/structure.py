@@ -15,7 +15,8 @@ from .norms import RmsNorm
 NAME = "structure"
 #: What exporters put between the indexer's MatMul and its TopK.
 _SCORE_OPS = frozenset(
-    "Relu ReduceSum Div Mul Where Concat Cast Transpose Reshape Add Slice Squeeze Unsqueeze Identity".split()
+    {"Relu", "ReduceSum", "Add", "Mul", "Div", "Where", "Concat", "Slice", "Cast", "Transpose", "Reshape", "Squeeze"}
+    | {"Unsqueeze", "Identity"}
 )
 _LINEAR_OPS = frozenset({"MatMul", "Gemm"})
 _HALVING_OPS = frozenset({"Reshape", "Split", "Slice", "Cast", "Identity"})
