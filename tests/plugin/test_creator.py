@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from qsa_plugin.plugin import FORMAT_VERSION
 from tests.support.plugin_host import GEOMETRY, creator, field_collection, needs_tensorrt
 
 pytestmark = needs_tensorrt
+ROOT = Path(__file__).parents[2]
 NAMES = ("QsaAttention", "QsaAttentionPlugin")
 
 
@@ -30,7 +32,7 @@ def _forget() -> Iterator[None]:
 
 def run_python(code: str) -> str:
     """Standard output of a fresh process; one registry serves a whole process."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
