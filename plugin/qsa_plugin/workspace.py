@@ -15,8 +15,10 @@ from .contract import Call, Geometry, Mode
 
 #: Every slot starts at a multiple of this many bytes, which is also what the workspace itself must be aligned to.
 ALIGNMENT = 256
-#: Scores of one chunk of prefill rows: small enough to be read back from L2 by the selection.
-SCORE_CHUNK_BYTES = 64 << 20
+#: Thread blocks of prefill selection at most, each with a scratch of `ROW_TILE` rows of scores; two an SM are used.
+SELECT_WORKERS = 296
+#: Rows that are scored together in prefill, and blocks that are (kernels/prefill_score.cuh).
+ROW_TILE = BLOCK_TILE = 16
 #: Rows of split-K partials: the tensor-core tile that holds up to 16 query heads of one KV head.
 PARTIAL_ROWS = 16
 #: Splits of decode attention that every batch may use.
@@ -41,11 +43,33 @@ def visible_blocks(geometry: Geometry, call: Call) -> int:
     return tokens // geometry.indexer_compress_ratio
 
 
+def sparse_rows(geometry: Geometry, call: Call) -> int:
+    """Rows a sequence of a prefill call that may have more complete blocks than the budget: all from row W on."""
+    return max(0, call.seq_len - geometry.list_width)
+
+
+def union_rows(geometry: Geometry) -> int:
+    """Neighbouring sparse rows whose blocks are attended to together (UNION_ROWS of kernels/prefill.cuh)."""
+    return min(8, 64 // geometry.group_size)
+
+
+def union_tiles(geometry: Geometry, call: Call) -> int:
+    """Tiles of `union_rows` sparse rows a sequence."""
+    return math.ceil(sparse_rows(geometry, call) / union_rows(geometry))
+
+
 def score_elements(geometry: Geometry, call: Call) -> int:
-    """fp32 scores kept at a time: all of decode's; in prefill a chunk of rows, but never less than one row."""
-    blocks = visible_blocks(geometry, call)
-    everything = call.batch * call.seq_len * blocks
-    return everything if call.mode is Mode.DECODE else max(min(everything, SCORE_CHUNK_BYTES // 4), blocks)
+    """fp32 scores kept at a time: all of decode's; in prefill a row tile for each thread block of the selection."""
+    if call.mode is Mode.DECODE:
+        return call.batch * score_stride(geometry, call)
+    stride = math.ceil(visible_blocks(geometry, call) / BLOCK_TILE) * BLOCK_TILE
+    tiles = call.batch * math.ceil(sparse_rows(geometry, call) / ROW_TILE)
+    return min(SELECT_WORKERS, tiles) * ROW_TILE * stride
+
+
+def score_stride(geometry: Geometry, call: Call) -> int:
+    """Scores from one decode row to the next: rows start at 16-byte boundaries."""
+    return math.ceil(visible_blocks(geometry, call) / 4) * 4
 
 
 def partial_tiles(geometry: Geometry, call: Call) -> int:
@@ -55,15 +79,29 @@ def partial_tiles(geometry: Geometry, call: Call) -> int:
 
 _BOTH = (Mode.PREFILL, Mode.DECODE)
 _DECODE = (Mode.DECODE,)
+_PREFILL = (Mode.PREFILL,)
 
 SLOTS: tuple[Slot, ...] = (
-    # normed and roped queries, surface dtype
-    Slot("query", _BOTH, 2, lambda g, c: (c.batch, c.seq_len, g.num_q_heads, g.head_size)),
-    Slot("index_query", _BOTH, 2, lambda g, c: (c.batch, c.seq_len, g.indexer_n_heads, g.indexer_head_dim)),
-    # fp32 block scores [rows of the chunk, visible blocks]
+    # normed and roped queries, surface dtype; prefill keeps the main ones in its output
+    Slot("query", _DECODE, 2, lambda g, c: (c.batch, c.seq_len, g.num_q_heads, g.head_size)),
+    Slot("index_query", _DECODE, 2, lambda g, c: (c.batch, c.seq_len, g.indexer_n_heads, g.indexer_head_dim)),
+    Slot("index_rows", _PREFILL, 2, lambda g, c: (c.batch, sparse_rows(g, c), g.indexer_n_heads, g.indexer_head_dim)),
+    # fp32 block scores
     Slot("scores", _BOTH, 4, lambda g, c: (score_elements(g, c),)),
-    # int32 selected block ids, ascending
-    Slot("block_ids", _BOTH, 4, lambda g, c: (c.batch, c.seq_len, min(g.budget_blocks, visible_blocks(g, c)))),
+    # int32 real rows and past length of each sequence; selected block ids, ascending; union of a tile's block ids with
+    # the rows that selected them, and how many there are
+    Slot("rows", _PREFILL, 4, lambda g, c: (2, c.batch)),
+    Slot("block_ids", _PREFILL, 4, lambda g, c: (c.batch, sparse_rows(g, c), g.budget_blocks)),
+    Slot(
+        "union",
+        _PREFILL,
+        4,
+        lambda g, c: (c.batch, union_tiles(g, c), union_rows(g) * (g.budget_blocks + 1)),
+    ),
+    Slot("union_counts", _PREFILL, 4, lambda g, c: (c.batch, union_tiles(g, c))),
+    # int32 length of a row, 0 where nothing is done; int32 (first token, K page, V page, -) of each listed block
+    Slot("live", _DECODE, 4, lambda g, c: (c.batch,)),
+    Slot("blocks", _DECODE, 4, lambda g, c: (c.batch, g.budget_blocks + 1, 4)),
     # fp32 split-K partial outputs, their row maxima and sums, int32 arrival counters
     Slot("partials", _DECODE, 4, lambda g, c: (partial_tiles(g, c), PARTIAL_ROWS, g.head_size)),
     Slot("stats", _DECODE, 4, lambda g, c: (partial_tiles(g, c), 2, PARTIAL_ROWS)),

@@ -6,6 +6,8 @@ import importlib.util
 
 import pytest
 
+from .gpu import compute_capability
+
 
 def has(package: str) -> bool:
     """Whether `package` can be imported, without importing it."""
@@ -22,4 +24,8 @@ needs_oracle = [
 needs_rtx = [
     pytest.mark.rtx,
     pytest.mark.skipif(not has("tensorrt_rtx"), reason="tensorrt_rtx is not installed (pip install 'qsa-trt[rtx]')"),
+]
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(compute_capability() is None, reason="no NVIDIA GPU, or no driver for it"),
 ]

@@ -33,6 +33,9 @@ typedef __nv_bfloat16 surf_t;
 typedef __half surf_t;
 #endif
 
+constexpr float LOG2_E = 1.44269504f;
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
+
 __device__ __forceinline__ float to_float(surf_t x) {
 #if QSA_BF16
     return __bfloat162float(x);
@@ -235,4 +238,16 @@ __device__ __forceinline__ void score_mma(float (&d)[4], const uint4& key_g, con
     const uint32_t second[4] = {key_g.z, key_g8.z, key_g.w, key_g8.w};
     mma_16816(d, first, query.x, query.y);
     mma_16816(d, second, query.z, query.w);
+}
+
+// The score of one block from a quad's four lanes: this lane has the dots of heads 2t and 2t + 1. All four get it.
+// The head sum has one fixed order too: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
+__device__ __forceinline__ float score_of_quad(float even, float odd, int t) {
+    even = 2 * t < IH && !(even < 0.f) ? even : 0.f;  // relu that keeps NaN
+    odd = 2 * t + 1 < IH && !(odd < 0.f) ? odd : 0.f;
+    float sum = even + odd;
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    constexpr float SQRT_ID = ID == 128 ? 11.3137085f : ID == 64 ? 8.f : 5.65685425f;  // fp32 square root of ID
+    return __fdiv_rn(sum, SQRT_ID);
 }
