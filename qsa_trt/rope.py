@@ -48,7 +48,7 @@ def rope_from_config(config: Mapping[str, Any]) -> Float32:
     """
     text = config.get("text_config") or config
     rope = {
-        **{name: text[name] for name in ("rope_theta", "partial_rotary_factor") if name in text},
+        **{name: text[name] for name in ("rope_theta", "partial_rotary_factor") if text.get(name)},
         **(text.get("rope_scaling") or {}),
         **(text.get("rope_parameters") or {}),
     }
