@@ -40,7 +40,6 @@ FORMAT_FIELD = "format_version"
 
 _QKV = INPUT_INDEX["qkv"]
 _POOL_IN = INPUT_INDEX["past_key_value"]
-_START = INPUT_INDEX["kvcache_start_index"]
 _ROPE = INPUT_INDEX["rope_rotary_cos_sin"]
 _POOL_OUT = OUTPUT_INDEX["present_key_value"]
 
@@ -120,7 +119,14 @@ class Callbacks:
 
     @callback
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-        """Bytes for the profile's maximum and every smaller shape, in both modes."""
+        """Bytes for the profile's maximum and every smaller shape, in both modes.
+
+        Raises:
+            ContractError: the maximum of some size is not known, so that no number of bytes would be enough.
+        """
+        for tensor, desc in zip(INPUTS, inputs, strict=True):
+            if any(size < 0 for size in desc.max):
+                raise ContractError(tensor.name, list(desc.max), "a known maximum", "add an optimization profile")
         return reported_size(self.geometry, self._largest_call(inputs))
 
     @callback
@@ -259,13 +265,15 @@ def plugin_class(trt: Any) -> type[Callbacks]:
     """The plugin class on the base classes of one TensorRT module."""
     bases = (trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime)
 
-    def initialize(self: Any, name: str, layer_name: str, geometry: Geometry) -> None:
-        for base in bases:
-            base.__init__(self)
-        Callbacks.__init__(self, name, layer_name, geometry)
-
     # Callbacks comes first: the bindings look a callback up along the MRO, and their own bases define each of them.
-    return type(Callbacks)("QsaAttentionPlugin", (Callbacks, *bases), {"trt": trt, "__init__": initialize})
+    class QsaAttentionPlugin(Callbacks, *bases):  # type: ignore[misc]  # the bases are known at run time only
+        def __init__(self, name: str, layer_name: str, geometry: Geometry) -> None:
+            for base in bases:
+                base.__init__(self)
+            super().__init__(name, layer_name, geometry)
+
+    QsaAttentionPlugin.trt = trt
+    return QsaAttentionPlugin
 
 
 @cache

@@ -251,6 +251,12 @@ def test_workspace_comes_from_the_maximum_of_the_profile(trt: Any) -> None:
     assert build_plugin().get_workspace_size(*descs) == reported_size(GEOMETRY, largest) > 0
 
 
+def test_kind_30_no_workspace_is_reported_for_an_unknown_maximum(trt: Any) -> None:
+    descs = profile_descs(trt, {**call_shapes(LARGEST), "context_lengths": (-1,)})
+    with pytest.raises(ContractError, match=r"context_lengths: got \[-1\]; expected a known maximum"):
+        build_plugin().get_workspace_size(*descs)
+
+
 # --- runtime ---
 
 
