@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qsa_plugin.contract import Geometry
 from qsa_plugin.errors import ContractError, InputError
 
@@ -88,6 +90,8 @@ def read_attributes(index: GraphIndex, cut: Cut, config: Config, pool_io: int) -
     values["indexer_budget"], where["indexer_budget"] = _resolve(
         layer, "indexer_budget", list(reader.budget(int(values["indexer_compress_ratio"]))), config
     )
+    for name in ("rms_norm_eps", "attention_scale"):
+        values[name] = float(np.float32(values[name]))  # as the node will hold it
     try:
         geometry = Geometry.from_attributes({**values, "pool_io": pool_io})
     except ContractError as error:

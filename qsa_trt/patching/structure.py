@@ -13,11 +13,9 @@ from .graph_index import GraphIndex, Node
 from .norms import RmsNorm
 
 NAME = "structure"
-#: What exporters put between the indexer's MatMul and its TopK.
-_SCORE_OPS = frozenset(
-    {"Relu", "ReduceSum", "Add", "Mul", "Div", "Where", "Concat", "Slice", "Cast", "Transpose", "Reshape", "Squeeze"}
-    | {"Unsqueeze", "Identity"}
-)
+#: Products that may score blocks, and where every other walk back from a TopK ends.
+_PRODUCTS = frozenset({"MatMul", "FusedMatMul", "Einsum"})
+_BARRIERS = _PRODUCTS | {"Gemm", "MatMulNBits", "Conv", "Softmax", "TopK"}
 _LINEAR_OPS = frozenset({"MatMul", "Gemm"})
 _HALVING_OPS = frozenset({"Reshape", "Split", "Slice", "Cast", "Identity"})
 
@@ -57,9 +55,9 @@ def _score_matmuls(index: GraphIndex, topk: Node) -> Iterator[Node]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.op in _SCORE_OPS:
-            stack += [(name, rectified or node.op == "Relu") for name in node.inputs if name]
-        elif rectified and node.op in ("MatMul", "FusedMatMul") and not any(map(index.is_constant, node.inputs)):
+        if node.op not in _BARRIERS:
+            stack += [(name, rectified or node.op == "Relu") for name in node.reads]
+        elif rectified and node.op in _PRODUCTS and not any(map(index.is_constant, node.reads)):
             yield node
 
 
@@ -103,7 +101,7 @@ def with_bias(index: GraphIndex, linear: Node) -> str:
 
 
 def _anchors(index: GraphIndex, norms: list[RmsNorm], index_qk: Node) -> Anchors:
-    layer = f"around {index_qk.label}"
+    layer = f"of {index_qk.proto.name or index_qk.output}"
     siblings = [
         with_bias(index, node)
         for node in index.readers(index_qk.inputs[0])
@@ -128,6 +126,8 @@ def _anchors(index: GraphIndex, norms: list[RmsNorm], index_qk: Node) -> Anchors
 
 def _gated_sibling(index: GraphIndex, layer: str, siblings: list[str], index_qk: Node) -> Gate:
     """The gate of the one sibling that reaches a Sigmoid; a sibling with a broken gate is reported as such."""
+    if not siblings:
+        refuse(layer, index_qk, "no sibling projection reads its input (projections packed into one are not supported)")
     gated = [t for t in siblings if _reaches_sigmoid(index, t)]
     if len(gated) != 1:
         refuse(

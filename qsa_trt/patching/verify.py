@@ -56,9 +56,9 @@ def check_layer(index: GraphIndex, anchors: Anchors) -> Cut:
     softmaxes = [node for node in nodes if node.op in _SOFTMAX_OPS]
     if len(softmaxes) != 1:
         refuse(layer, gate.multiply, f"{len(softmaxes)} Softmax or Attention nodes lie in the cut; one was expected")
-    topks = tuple(node for node, _ in indexers(index) if node in nodes)
+    topks = tuple(sorted((node for node in nodes if node.op == "TopK"), key=lambda n: n.position))
     if not topks:
-        refuse(layer, gate.multiply, "no TopK over the indexer's scores lies in the cut")
+        refuse(layer, gate.multiply, "no TopK (the indexer's choice of blocks) lies in the cut")
     sides = frozenset(needed - nodes)
     _check_inputs(index, anchors, sides)
     return Cut(anchors, nodes, sides, softmaxes[0], topks, _cache_outputs(index, anchors, nodes))
