@@ -33,6 +33,7 @@ THETA = 1e7
 #: Token ids are drawn below this: any real vocabulary holds them.
 VOCABULARY = 100
 _DIMS = {tensor.name: tensor.dims for tensor in INPUTS}
+_RUN_TIME_DIMS = ("B", "S", "N", "M", "maxPos", "start")
 
 Arrays = dict[str, NDArray[Any]]
 #: Input name -> (polygraphy dtype, shape); open dims are names, None or -1.
@@ -163,17 +164,16 @@ def _feed(inputs: Metadata, sizes: _Sizes, rng: np.random.Generator) -> Arrays:
 
 def _activation(name: str, dtype: Any, shape: Sequence[Any], sizes: _Sizes, rng: np.random.Generator) -> NDArray[Any]:
     """Any other input: its first open dim is taken for the batch, its second for the sequence."""
-    open_dims = iter((sizes.B, sizes.S))
-    numpy_dtype = _numpy_dtype(name, dtype)
-    try:
-        dims = tuple(d if _static(d) else next(open_dims) for d in shape)
-    except StopIteration:
+    if sum(not _static(d) for d in shape) > 2:
         raise InputError(
             f"input {name}",
             f"shape {list(shape)}",
             "at most two open dims, batch and sequence",
-            "write a loader script",
-        ) from None
+            "feed it from a loader script of your own",
+        )
+    open_dims = iter((sizes.B, sizes.S))
+    dims = [d if _static(d) else next(open_dims) for d in shape]
+    numpy_dtype = _numpy_dtype(name, dtype)
     if numpy_dtype == np.bool_:
         return np.ones(dims, numpy_dtype)
     if np.issubdtype(numpy_dtype, np.integer):
@@ -194,7 +194,7 @@ def _fixed_sizes(inputs: Metadata) -> dict[str, int]:
         if symbols is None:
             others.append(shape)
         else:
-            fixed |= {s: d for s, d in zip(symbols, shape, strict=True) if isinstance(s, str) and _static(d)}
+            fixed |= {s: d for s, d in zip(symbols, shape, strict=True) if s in _RUN_TIME_DIMS and _static(d)}
     for shape in others:  # [B, S, ...]
         if len(shape) > 1 and _static(shape[1]) and (not _static(shape[0]) or shape[0] == fixed.get("B")):
             fixed["S"] = shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -110,16 +111,23 @@ def _parse(parser: Any, model: PatchedModel, log: Any) -> None:
     if cause is not None:
         raise cause.as_plugin_error() from cause.error
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
-    unsupported = dict.fromkeys(_unsupported(error) for error in errors if error.node_operator())
+    unsupported = dict.fromkeys(text for error in errors if (text := _unsupported(error)))
     if not unsupported:
         raise _failure(f"TensorRT's ONNX parser rejects {model.path}", log)
     raise FailedError(f"{model.path}: this TensorRT cannot parse {', '.join(unsupported)}{_inlined(model)}")
 
 
 def _unsupported(error: Any) -> str:
-    """One parser error as `Type (node name: reason)`; "false" is all that the parser says of types it does not know."""
-    reason = "" if error.desc() == "false" else f": {error.desc()}"
-    return f"{error.node_operator()} (node {error.node_name()}{reason})"
+    """One parser error as `Type (node name: reason)`; empty when it is about no node type.
+
+    "false" is all that the parser says of types it does not know. Errors found late name no node: the type is then
+    part of the importer's name, such as `importScatterElements`.
+    """
+    importer = re.match(r"(?:import|check)(\w+)", error.func())
+    operator = error.node_operator() or (importer[1] if importer else "")
+    node = f"node {error.node_name()}" if error.node_name() else ""
+    details = ": ".join(text for text in (node, error.desc()) if text and text != "false")
+    return f"{operator} ({details})" if operator else ""
 
 
 def _check_plugin_layers(trt: Any, network: Any, model: PatchedModel) -> None:

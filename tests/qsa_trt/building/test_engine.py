@@ -195,6 +195,19 @@ def test_unsupported_node_types_are_all_named(model_file: Callable[..., Path]) -
     assert message == f"{path}: this TensorRT cannot parse Det (node det_0), Unique (node unique_0), Det (node det_1)"
 
 
+def test_node_types_that_the_parser_finds_late_are_named_too(model_file: Callable[..., Path]) -> None:
+    nodes = [
+        helper.make_node("Constant", [], ["i"], value=helper.make_tensor("i", TensorProto.INT64, [1, 1, 1], [0])),
+        helper.make_node("Constant", [], ["u"], value=helper.make_tensor("u", TensorProto.FLOAT16, [1, 1, 1], [1])),
+        helper.make_node("ScatterElements", ["hidden_states", "i", "u"], ["s"], name="s0", reduction="add"),
+    ]
+    path = model_file(extra_nodes=nodes)
+    proto = onnx.load(path)
+    proto.graph.output.append(helper.make_tensor_value_info("s", TensorProto.FLOAT16, ["batch", "seq", 32]))
+    onnx.save(proto, path)
+    assert failure(path) == f"{path}: this TensorRT cannot parse ScatterElements (Unsupported reduction type)"
+
+
 def test_inlined_nodes_are_an_error(model_file: Callable[..., Path]) -> None:
     """A node without plugin_namespace beside a local function of its name never becomes a plugin layer."""
     path = model_file(2, plugin_attributes=False)
