@@ -1,0 +1,425 @@
+"""The stages of prefill, each callable on its own on raw device addresses and a raw stream handle.
+
+Notation as in `contract`; K is budget/R, the blocks a row selects; T tokens of this call a sequence; `rows` is a range
+of T from `row_begin` on. Every stage is one launch. Its grid depends on shapes alone; what is real lies on the device:
+
+* `live` int32 `[B]`: real rows of each sequence, 0 for one that is inactive; `context_lengths` clipped to T will do.
+* `past` int32 `[B]`: tokens in the pool before this call; address 0 means none anywhere.
+
+Pool, page table and rope table are those of the contract; live page ids are not checked here, `plan` does that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from . import jit
+from .contract import Geometry
+from .launch import Launch, ParamBlock
+from .specialisation import Specialisation
+from .workspace import BLOCK_TILE, ROW_TILE, SELECT_WORKERS, union_rows
+
+#: Dynamic shared memory a block may have, in KiB, by compute capability; 99 where it is not listed.
+SHARED_LIMITS = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+_LOG2_E = math.log2(math.e)
+_WARPS = 8  # of the kernels that give a warp one vector
+_SELECT_WARPS = 4
+
+
+@dataclass(frozen=True)
+class AttnTile:
+    """Tile sizes of one variant of prefill_attn.
+
+    Attributes:
+        warps: 16 rows of the left operand each.
+        tokens: tokens a step.
+        ctas: thread blocks an SM that the registers must allow.
+    """
+
+    dense: bool
+    warps: int
+    tokens: int
+    ctas: int
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """The macros of the kernel file."""
+        return {"QSA_DENSE": int(self.dense), "QSA_WARPS": self.warps, "QSA_NT": self.tokens, "QSA_CTAS": self.ctas}
+
+    def rows(self, geometry: Geometry) -> int:
+        """Rows of one sequence that a thread block computes."""
+        return self.warps * 16 // geometry.group_size if self.dense else union_rows(geometry)
+
+    def shared_bytes(self, head_size: int) -> int:
+        """The `Shared` struct."""
+        return (self.warps * 16 + 2 * self.tokens) * head_size * 2 + 2 * 3 * 4 * self.tokens
+
+
+def attn_tile(spec: Specialisation, dense: bool) -> AttnTile:
+    """The tile sizes for a target: as large as its shared memory and registers allow."""
+    geometry = spec.geometry
+    roomy = SHARED_LIMITS.get(spec.compute_capability, 99) >= 160
+    if dense:
+        return AttnTile(True, 8 if roomy else 4, 64, 1)
+    warps = math.ceil(union_rows(geometry) * geometry.group_size / 16)
+    return AttnTile(False, warps, 64, 2 if roomy else 1)
+
+
+class PrefillLaunchers:
+    """The loaded stages of one specialisation. One object serves one thread at a time.
+
+    Args:
+        spec: what to compile for.
+        geometry: gives the softmax scale and the epsilon.
+
+    Raises:
+        FailedError: the kernels do not compile or load.
+    """
+
+    def __init__(self, spec: Specialisation, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self.dense_tile, self.sparse_tile = attn_tile(spec, True), attn_tile(spec, False)
+        self._select_ctas = min(2 * _sm_count(), SELECT_WORKERS)
+
+        def load(name: str, entry: str, threads: int, tile: AttnTile | None = None) -> Launch:
+            (kernel,) = jit.kernels(name, spec, [f"qsa_{entry}"], tile.defines if tile else None)
+            return Launch(kernel, threads, tile.shared_bytes(spec.head_size) if tile else 0)
+
+        def attention(tile: AttnTile) -> Launch:
+            return load("prefill_attn", "prefill_attn", tile.warps * 32, tile)
+
+        self._plan = load("prefill_plan", "prefill_plan", 128), ParamBlock("5Q4i")
+        self._write = load("prefill_write", "prefill_write", _WARPS * 32), ParamBlock("9Q3if")
+        self._qprep_rows = load("prefill_qprep", "qprep_rows", _WARPS * 32), ParamBlock("6Q4if")
+        self._block_pool = load("prefill_block_pool", "block_pool", _WARPS * 32), ParamBlock("7Q4if")
+        self._score_rows_tc = load("prefill_score", "score_rows_tc", 128), ParamBlock("6Q6i")
+        self._score_rows = load("prefill_score", "score_rows", 128), ParamBlock("6Q6i")
+        self._select_tiles = load("prefill_select", "select_tiles", _SELECT_WARPS * 32), ParamBlock("7Q6i")
+        self._select_rows = load("prefill_select", "select_rows", _SELECT_WARPS * 32), ParamBlock("3Q2i")
+        self._union = load("prefill_union", "union", 128), ParamBlock("5Q4i")
+        self._expand = load("prefill_gather", "expand", 128), ParamBlock("4Q4i")
+        self._gather = load("prefill_gather", "gather", 128), ParamBlock("5Q4i")
+        self._dense_attn = attention(self.dense_tile), ParamBlock("8Q5if")
+        self._sparse_attn = attention(self.sparse_tile), ParamBlock("8Q5if")
+
+    def plan(
+        self,
+        stream: int,
+        *,
+        context_lengths: int,
+        page_table: int,
+        past_lengths: int,
+        live: int,
+        past: int,
+        batch: int,
+        seq_len: int,
+        pages_per_seq: int,
+        num_pages: int,
+        max_kv_len: int,
+    ) -> None:
+        """`live` and `past` `[B]` from total lengths; an inactive sequence, or one with a bad live page id, gets 0."""
+        launch, block = self._plan
+        block.pack(context_lengths, page_table, past_lengths, live, past, seq_len, pages_per_seq, num_pages, max_kv_len)
+        launch.grid(batch)
+        launch(stream, block)
+
+    def write(
+        self,
+        stream: int,
+        *,
+        qkv: int,
+        pool: int,
+        q_out: int,
+        page_table: int,
+        rope: int,
+        q_gamma: int,
+        k_gamma: int,
+        live: int,
+        past: int,
+        batch: int,
+        seq_len: int,
+        pages_per_seq: int,
+    ) -> None:
+        """Norm, RoPE and paged write; `q_out` surface `[B, T, Hq, D]` gets the roped queries, padding rows zeros."""
+        launch, block = self._write
+        g = self.geometry
+        block.pack(
+            *(qkv, pool, q_out, page_table, rope, q_gamma, k_gamma, live, past),
+            *(batch, seq_len, pages_per_seq, g.rms_norm_eps),
+        )
+        launch.grid(math.ceil(batch * seq_len * (g.num_q_heads + 2 * g.num_kv_heads) / _WARPS))
+        launch(stream, block)
+
+    def qprep_rows(
+        self,
+        stream: int,
+        *,
+        index_qk: int,
+        out: int,
+        rope: int,
+        weight: int,
+        live: int,
+        past: int,
+        batch: int,
+        seq_len: int,
+        row_begin: int,
+        rows: int,
+    ) -> None:
+        """Indexer queries of a row range, normed and roped: `out` surface `[B, rows, Ih, Id]`; padding unwritten."""
+        launch, block = self._qprep_rows
+        g = self.geometry
+        block.pack(index_qk, out, rope, weight, live, past, batch, seq_len, row_begin, rows, g.rms_norm_eps)
+        launch.grid(math.ceil(batch * rows * g.indexer_n_heads / _WARPS))
+        launch(stream, block)
+
+    def block_pool(
+        self,
+        stream: int,
+        *,
+        index_qk: int,
+        pool: int,
+        page_table: int,
+        rope: int,
+        weight: int,
+        live: int,
+        past: int,
+        batch: int,
+        seq_len: int,
+        pages_per_seq: int,
+    ) -> None:
+        """Block keys of the blocks that the call completes, raw keys of the block left open, into the pool's tails."""
+        launch, block = self._block_pool
+        g = self.geometry
+        blocks = math.ceil(seq_len / g.indexer_compress_ratio) + (past != 0)
+        block.pack(
+            *(index_qk, pool, page_table, rope, weight, live, past),
+            *(batch, seq_len, pages_per_seq, blocks, g.rms_norm_eps),
+        )
+        launch.grid(math.ceil(batch * blocks / _WARPS))
+        launch(stream, block)
+
+    def score_rows_tc(
+        self,
+        stream: int,
+        *,
+        queries: int,
+        pool: int,
+        page_table: int,
+        live: int,
+        past: int,
+        scores: int,
+        batch: int,
+        seq_len: int,
+        pages_per_seq: int,
+        row_begin: int,
+        rows: int,
+        stride: int,
+    ) -> None:
+        """Scores fp32 `[B, rows, stride]` on tensor cores, -inf past each row's complete blocks and in padding rows.
+
+        `queries` as `qprep_rows` stores them; `stride` a multiple of 16, at least the blocks of the longest row.
+        """
+        launch, block = self._score_rows_tc
+        block.pack(
+            *(queries, pool, page_table, live, past, scores, batch, seq_len, pages_per_seq, row_begin, rows, stride)
+        )
+        launch.grid(batch * math.ceil(rows / ROW_TILE))
+        launch(stream, block)
+
+    def score_rows(
+        self,
+        stream: int,
+        *,
+        queries: int,
+        pool: int,
+        page_table: int,
+        live: int,
+        past: int,
+        scores: int,
+        batch: int,
+        seq_len: int,
+        pages_per_seq: int,
+        row_begin: int,
+        rows: int,
+        stride: int,
+    ) -> None:
+        """As `score_rows_tc`, one thread a score: the last bits differ, for sums have another order."""
+        launch, block = self._score_rows
+        block.pack(
+            *(queries, pool, page_table, live, past, scores, batch, seq_len, pages_per_seq, row_begin, rows, stride)
+        )
+        launch.grid(math.ceil(batch * rows * stride / 128))
+        launch(stream, block)
+
+    def select_rows(self, stream: int, *, scores: int, counts: int, lists: int, rows: int, stride: int) -> None:
+        """The K best blocks of rows of `scores` fp32 `[rows, stride]`: `lists` int32 `[rows, K]`, ascending, then -1.
+
+        `counts` int32 `[rows]` says how many scores a row has; nothing past them is looked at. `stride` is a multiple
+        of 4. Larger score first, then lower id; -0.0 equals +0.0; NaN is lowest.
+        """
+        launch, block = self._select_rows
+        block.pack(scores, counts, lists, rows, stride)
+        launch.grid(math.ceil(rows / _SELECT_WARPS))
+        launch(stream, block)
+
+    def select_tiles(
+        self,
+        stream: int,
+        *,
+        queries: int,
+        pool: int,
+        page_table: int,
+        live: int,
+        past: int,
+        scratch: int,
+        lists: int,
+        batch: int,
+        seq_len: int,
+        pages_per_seq: int,
+        row_begin: int,
+        rows: int,
+        stride: int,
+    ) -> None:
+        """`score_rows_tc` and `select_rows` in one: `lists` int32 `[B, rows, K]`, written for sparse rows alone.
+
+        `scratch` is fp32 `[min(SELECT_WORKERS, B * ceil(rows / 16)), 16, stride]`.
+        """
+        launch, block = self._select_tiles
+        block.pack(
+            *(queries, pool, page_table, live, past, scratch, lists),
+            *(batch, seq_len, pages_per_seq, row_begin, rows, stride),
+        )
+        launch.grid(min(self._select_ctas, batch * math.ceil(rows / ROW_TILE)))
+        launch(stream, block)
+
+    def union(
+        self,
+        stream: int,
+        *,
+        lists: int,
+        live: int,
+        past: int,
+        entries: int,
+        counts: int,
+        batch: int,
+        seq_len: int,
+        row_begin: int,
+        rows: int,
+    ) -> None:
+        """Merge the lists of each tile of neighbouring sparse rows, and their causal tails.
+
+        `entries` uint32 `[B, tiles, tile rows * (K + 1)]`: block id << 8 | rows of the tile that attend to it,
+        ascending; `counts` int32 `[B, tiles]`.
+        """
+        launch, block = self._union
+        tiles = math.ceil(rows / self.sparse_tile.rows(self.geometry))
+        block.pack(lists, live, past, entries, counts, seq_len, row_begin, rows, tiles)
+        launch.grid(batch * tiles)
+        launch(stream, block)
+
+    def expand(
+        self,
+        stream: int,
+        *,
+        lists: int,
+        live: int,
+        past: int,
+        tokens: int,
+        batch: int,
+        seq_len: int,
+        row_begin: int,
+        rows: int,
+    ) -> None:
+        """Index lists of the contract's form: `tokens` int32 `[B, rows, W]`, selected tokens, causal tail, -1."""
+        launch, block = self._expand
+        block.pack(lists, live, past, tokens, batch, seq_len, row_begin, rows)
+        launch.grid(batch * rows)
+        launch(stream, block)
+
+    def gather(
+        self,
+        stream: int,
+        *,
+        tokens: int,
+        pool: int,
+        page_table: int,
+        keys: int,
+        values: int,
+        batch: int,
+        rows: int,
+        width: int,
+        pages_per_seq: int,
+    ) -> None:
+        """K and V of token lists int32 `[B, rows, width]`: surface `[B, rows, width, Hkv, D]` each, zeros for -1."""
+        launch, block = self._gather
+        block.pack(tokens, pool, page_table, keys, values, batch, rows, width, pages_per_seq)
+        launch.grid(math.ceil(batch * rows * width / 4))
+        launch(stream, block)
+
+    def prefill_attn(
+        self,
+        stream: int,
+        *,
+        q: int,
+        pool: int,
+        out: int,
+        page_table: int,
+        live: int,
+        past: int,
+        entries: int,
+        counts: int,
+        batch: int,
+        seq_len: int,
+        pages_per_seq: int,
+        row_begin: int,
+        rows: int,
+    ) -> None:
+        """Attention of the sparse rows of a range over the lists that `union` merged.
+
+        `q` and `out` surface `[B, T, Hq, D]`, which may be one buffer. Rows that are dense or padding stay unwritten.
+        """
+        tiles = math.ceil(rows / self.sparse_tile.rows(self.geometry))
+        launch, block = self._sparse_attn
+        block.pack(
+            *(q, pool, out, page_table, live, past, entries, counts),
+            *(seq_len, pages_per_seq, row_begin, rows, tiles, self.geometry.scale * _LOG2_E),
+        )
+        launch.grid(batch * tiles * self.geometry.num_kv_heads)
+        launch(stream, block)
+
+    def prefill_attn_dense(
+        self,
+        stream: int,
+        *,
+        q: int,
+        pool: int,
+        out: int,
+        page_table: int,
+        live: int,
+        past: int,
+        batch: int,
+        seq_len: int,
+        pages_per_seq: int,
+    ) -> None:
+        """Causal attention of the rows that see no more than the budget: t <= budget + R - 2. Others stay unwritten."""
+        rows = min(seq_len, self.geometry.list_width)
+        tiles = math.ceil(rows / self.dense_tile.rows(self.geometry))
+        launch, block = self._dense_attn
+        block.pack(
+            *(q, pool, out, page_table, live, past, 0, 0),
+            *(seq_len, pages_per_seq, 0, rows, tiles, self.geometry.scale * _LOG2_E),
+        )
+        launch.grid(batch * tiles * self.geometry.num_kv_heads)
+        launch(stream, block)
+
+
+def score_stride(blocks: int) -> int:
+    """Scores from one row to the next: blocks rounded up to what an mma takes."""
+    return max(1, math.ceil(blocks / BLOCK_TILE)) * BLOCK_TILE
+
+
+def _sm_count() -> int:
+    from cuda.core import Device
+
+    return int(Device().properties.multiprocessor_count)
