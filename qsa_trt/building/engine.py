@@ -153,7 +153,7 @@ def plan_build(
     if workspace is not None and workspace < 1:
         raise InputError("--workspace", workspace, "a positive number of bytes, such as 4G", "correct the option")
     patched = load_patched_model(path)
-    _check_output(engine, path)
+    _check_output(engine, (path, *patched.external_files))
     sizes = choose_sizes(
         patched, max_batch=max_batch, max_seq_len=max_seq_len, max_kv_len=max_kv_len, num_pages=num_pages
     )
@@ -214,10 +214,11 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-def _check_output(engine: Path, model: Path) -> None:
+def _check_output(engine: Path, sources: Sequence[Path]) -> None:
     what = f"output {engine}"
-    if engine.exists() and engine.samefile(model):
-        raise InputError(what, "the input file", "another file", "give another name with -o")
+    for source in sources:
+        if engine.exists() and engine.samefile(source):
+            raise InputError(what, "a file of the model itself", "another file", "give another name with -o")
     if not engine.parent.is_dir():
         raise InputError(what, f"no folder {engine.parent}", "an existing folder", "create it, or correct -o")
     for file in (engine, manifest_path(engine)):

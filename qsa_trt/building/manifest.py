@@ -165,7 +165,7 @@ def write_engine(engine: Path, serialized: Any, manifest: Json) -> Json:
 
 def _readable(text: str) -> str:
     """JSON with every list of numbers on one line: shapes fill the manifest."""
-    return re.sub(r"\[[\s\d,]+\]", lambda match: re.sub(r"\s+", "", match[0]).replace(",", ", "), text)
+    return re.sub(r"\[\n[\s\d,]+\]", lambda match: re.sub(r"\s+", "", match[0]).replace(",", ", "), text)
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ def compile_engine(
         clear_errors()
         log = _logger(trt)
         log.restart(options.verbose)
-        builder = _builder(trt, log)
+        builder = start_builder(trt, log)
         network = builder.create_network(_strongly_typed(trt))
         parser = trt.OnnxParser(network, log)
         _parse(parser, model, log)
@@ -91,7 +91,12 @@ def compile_engine(
         return serialized
 
 
-def _builder(trt: Any, log: Any) -> Any:
+def start_builder(trt: Any, log: Any) -> Any:
+    """TensorRT's builder.
+
+    Raises:
+        FailedError: it could not start, with the first error of `log` as the reason.
+    """
     try:
         return trt.Builder(log)
     except Exception as error:  # pybind raises TypeError for a null pointer, which is what no GPU leads to

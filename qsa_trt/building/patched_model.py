@@ -28,6 +28,7 @@ USUAL_NAMES = {
     "S": ("seq", "seq_len", "sequence", "sequence_length", "s"),
 }
 _SURFACE_NAMES = {TensorProto.FLOAT16: "float16", TensorProto.BFLOAT16: "bfloat16", TensorProto.FLOAT: "float32"}
+_FIXED_TYPES = {contract.DType.INT32: TensorProto.INT32, contract.DType.FP32: TensorProto.FLOAT}
 #: Weights above this size are dropped once read: shape inference needs small constants only, TensorRT reads the file.
 _SMALL_CONSTANT_BYTES = 4096
 
@@ -108,6 +109,7 @@ def load_patched_model(path: Path) -> PatchedModel:
             f"run: qsa-trt patch-onnx {path}",
         )
     surface = _surface(nodes, types)
+    _check_fixed_types(nodes, types)
     binding = _Binding()
     for node in nodes:
         binding.add(node, types)
@@ -197,6 +199,21 @@ def _surface(nodes: tuple[QsaNode, ...], types: Mapping[str, TensorType]) -> str
         got = " and ".join(f"{_type_name(t)} ({where})" for t, where in found.items()) or "no declared dtype"
         raise InputError("surface dtype", got, "one dtype for all QsaAttention nodes", "patch the original model again")
     return _SURFACE_NAMES[next(iter(found))]  # type: ignore[index]
+
+
+def _check_fixed_types(nodes: tuple[QsaNode, ...], types: Mapping[str, TensorType]) -> None:
+    """Lengths, tables and positions: the network is strongly typed, so that nothing is cast on the way."""
+    for node in nodes:
+        for tensor, name in zip(contract.INPUTS, node.inputs, strict=True):
+            expected = _FIXED_TYPES.get(tensor.dtype)
+            found = types[name].elem_type if name in types else TensorProto.UNDEFINED
+            if expected is not None and found not in (expected, TensorProto.UNDEFINED):
+                raise ContractError(
+                    f"node {node.name}, input {tensor.name}",
+                    _type_name(found),
+                    tensor.dtype.value,
+                    "patch the original model again",
+                )
 
 
 def _type_name(elem_type: int) -> str:

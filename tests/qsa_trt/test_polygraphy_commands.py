@@ -6,6 +6,7 @@ import os
 import subprocess
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -72,7 +73,7 @@ def test_inspect(patched: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "shapes",
+    "options",
     [
         pytest.param(["--input-shapes", *SHAPES], marks=needs_rtx, id="one shape"),
         pytest.param(
@@ -80,11 +81,18 @@ def test_inspect(patched: Path) -> None:
             marks=needs_rtx,
             id="a range",
         ),
+        pytest.param(
+            ["--preview-features", "ALIASED_PLUGIN_IO_10_03", "--input-shapes", *SHAPES],
+            marks=needs_rtx,
+            id="aliased pools",
+        ),
     ],
 )
-def test_convert(patched: Path, tmp_path: Path, shapes: list[str]) -> None:
+def test_convert(tmp_path: Path, options: list[str]) -> None:
+    pool_io: Any = "alias" if "--preview-features" in options else "in-place"
+    model = patch_onnx(MODEL, tmp_path / "qsa_lm.qsa.onnx", pool_io=pool_io).output
     engine = tmp_path / "qsa_lm.engine"
-    polygraphy("convert", patched, "--convert-to", "trt", "-o", engine, *shapes, rtx=True)
+    polygraphy("convert", model, "--convert-to", "trt", "-o", engine, *options, rtx=True)
     # The plugin's own field, once a layer: it is not there when the local function was inlined.
     assert engine.read_bytes().count(b"indexer_budget") >= 2
 

@@ -123,6 +123,15 @@ def test_mixed_surfaces_are_refused(tmp_path: Path) -> None:
     )
 
 
+def test_lengths_of_another_dtype_are_refused(tmp_path: Path) -> None:
+    proto = qsa_model()
+    lengths = next(v for v in proto.graph.input if v.name == "context_lengths")
+    lengths.type.tensor_type.elem_type = TensorProto.INT64
+    assert refusal(tmp_path, proto) == (
+        "node qsa_0, input context_lengths: got int64; expected int32; patch the original model again"
+    )
+
+
 def test_kernel_limits_are_checked(tmp_path: Path) -> None:
     geometry = dataclasses.replace(SMALL, head_size=96)
     message = refusal(tmp_path, qsa_model(geometry=geometry))
