@@ -1,4 +1,4 @@
-"""Finds the QSA layers of a model: the first strategy that sees any decides."""
+"""Finds the QSA layers of a model: the first strategy that sees them whole decides."""
 
 from __future__ import annotations
 
@@ -35,10 +35,17 @@ def find_layers(index: GraphIndex) -> list[Anchors]:
         RefusedError: there is none, or one of them lacks an anchor.
     """
     norms = find_norms(index)
+    refusal: RefusedError | None = None
     for find in STRATEGIES:
-        layers = find(index, norms)
+        try:
+            layers = find(index, norms)
+        except RefusedError as error:  # another strategy may see the whole layer
+            refusal = refusal or error
+            continue
         if layers:
             return sorted(layers, key=lambda a: a.gate.multiply.position)
+    if refusal is not None:
+        raise refusal
     for node in _all_nodes(index.model):
         if node.op_type in _OTHER_FORMS:
             raise RefusedError(

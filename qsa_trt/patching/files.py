@@ -18,6 +18,7 @@ from qsa_plugin.errors import InputError
 from .graph_index import subgraphs
 
 PATCHED_SUFFIX = ".qsa.onnx"
+_PROTOBUF_LIMIT = (1 << 31) - 1
 _EXPORT_AGAIN = "give a complete ONNX file"
 
 
@@ -124,6 +125,10 @@ def save_model(model: onnx.ModelProto, source: ModelFile, output: Path) -> None:
     Raises:
         InputError: the disk refused.
     """
+    if model.ByteSize() > _PROTOBUF_LIMIT:
+        raise InputError(
+            "MODEL", source.path, "weights in external data", "save it with external data first (over 2 GB)"
+        )
     try:
         for location, target in _copies(source, output):
             if not target.exists():

@@ -16,7 +16,8 @@ from qsa_plugin.errors import InputError
 
 from . import rewrite
 from .anchors import refuse
-from .attributes import Config, load_config, read_attributes
+from .attributes import read_attributes
+from .config import Config, load_config
 from .detect import find_layers, patched_nodes
 from .files import check_output, default_output, load_model, save_model
 from .graph_index import GraphIndex
@@ -172,7 +173,7 @@ def _shape_warnings(index: GraphIndex, plans: Sequence[rewrite.LayerPlan]) -> li
     elif isinstance(seq_len, int):
         warnings.append(f"the graph takes {seq_len} tokens a call: the file prefills, and cannot decode")
     if any(len(plan.cut.topks) > 1 for plan in plans):
-        warnings.append("the indexer is unrolled: the original is right at its own shape only, the patched file at all")
+        warnings.append("the indexer is unrolled: the original is right at its own shape only")
     return warnings
 
 

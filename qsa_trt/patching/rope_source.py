@@ -11,7 +11,7 @@ from qsa_plugin.errors import InputError
 
 from ..rope import rope_from_config, rope_table
 from .anchors import refuse
-from .attributes import Config
+from .config import Config
 from .graph_index import GraphIndex
 from .verify import Cut
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from qsa_plugin.errors import RefusedError
+
 from .anchors import NORMS, PROJECTIONS, Anchors, Gate, find_gate, refuse
 from .graph_index import GraphIndex, Node
 from .norms import RmsNorm
@@ -107,33 +109,37 @@ def _anchors(index: GraphIndex, norms: list[RmsNorm], index_qk: Node) -> Anchors
         for node in index.readers(index_qk.inputs[0])
         if node is not index_qk and is_linear(index, node)
     ]
-    gate = _gated_sibling(index, layer, siblings, index_qk)
-    queries = {t for t in siblings if index.back(gate.query, _HALVING_OPS) == t}
+    query, gate = _gated_sibling(index, layer, siblings, index_qk)
     # What the attention reads besides the query: the key, which is normed, and the value, which is not.
-    rest = [t for t in siblings if t not in queries and _feeds(index, t, gate.attention)]
+    rest = [t for t in siblings if t != query and _feeds(index, t, gate.attention)]
     keys = [t for t in rest if any(index.back(n.source, _HALVING_OPS) == t for n in norms)]
     values = [t for t in rest if t not in keys]
-    if len(queries) != 1 or len(keys) != 1 or len(values) != 1:
-        refuse(
-            layer,
-            index_qk,
-            f"its {len(siblings)} sibling projections are not one query with a gate, one normed key and one value",
-        )
-    outputs = (queries.pop(), keys[0], values[0], with_bias(index, index_qk))
+    if len(keys) != 1 or len(values) != 1:
+        found = f"{len(keys)} normed keys and {len(values)} values"
+        refuse(layer, index_qk, f"besides the query, its sibling projections are {found}; one of each was expected")
+    outputs = (query, keys[0], values[0], with_bias(index, index_qk))
     projections = dict(zip(PROJECTIONS, outputs, strict=True))
-    return Anchors(layer, NAME, projections, _norms(index, norms, layer, projections, gate), gate)
+    return Anchors(layer, NAME, projections, _norms(index, norms, layer, projections, gate, index_qk), gate)
 
 
-def _gated_sibling(index: GraphIndex, layer: str, siblings: list[str], index_qk: Node) -> Gate:
-    """The gate of the one sibling that reaches a Sigmoid; a sibling with a broken gate is reported as such."""
+def _gated_sibling(index: GraphIndex, layer: str, siblings: list[str], index_qk: Node) -> tuple[str, Gate]:
+    """The one sibling that splits into query and gate; one whose gate is broken is reported as such."""
     if not siblings:
         refuse(layer, index_qk, "no sibling projection reads its input (projections packed into one are not supported)")
-    gated = [t for t in siblings if _reaches_sigmoid(index, t)]
-    if len(gated) != 1:
+    found, broken = [], []
+    for tensor in siblings:
+        if _reaches_sigmoid(index, tensor):
+            try:
+                found.append((tensor, find_gate(index, layer, tensor)))
+            except RefusedError as error:
+                broken.append(error)
+    if broken and not found:
+        raise broken[0]
+    if len(found) != 1:
         refuse(
-            layer, index_qk, f"{len(gated)} of its {len(siblings)} sibling projections reach an output gate (Sigmoid)"
+            layer, index_qk, f"{len(found)} of its {len(siblings)} sibling projections have an output gate (Sigmoid)"
         )
-    return find_gate(index, layer, gated[0])
+    return found[0]
 
 
 def _reaches_sigmoid(index: GraphIndex, tensor: str) -> bool:
@@ -147,7 +153,7 @@ def _feeds(index: GraphIndex, tensor: str, attention: str) -> bool:
 
 
 def _norms(
-    index: GraphIndex, norms: list[RmsNorm], layer: str, projections: dict[str, str], gate: Gate
+    index: GraphIndex, norms: list[RmsNorm], layer: str, projections: dict[str, str], gate: Gate, index_qk: Node
 ) -> dict[str, RmsNorm]:
     """The four norms by what they norm: the query half, the key, index queries, and means of index keys."""
     sources = {gate.query: "q_norm", projections["k_proj"]: "k_norm"}
@@ -157,7 +163,7 @@ def _norms(
         name = sources.get(direct)
         if name is None and index.back(norm.source, _HALVING_OPS) == projections["index_qk_proj"]:
             name = "indexer_q_norm"
-        elif name is None and _is_block_mean(index, norm, projections["index_qk_proj"]):
+        elif name is None and _is_block_mean(index, norm, index_qk):
             name = "indexer_k_norm"
         if name is not None:
             found.setdefault(name, norm)
@@ -167,9 +173,6 @@ def _norms(
     return found
 
 
-def _is_block_mean(index: GraphIndex, norm: RmsNorm, index_qk: str) -> bool:
+def _is_block_mean(index: GraphIndex, norm: RmsNorm, index_qk: Node) -> bool:
     mean = index.producer(index.back(norm.source, {"Cast", "Identity", "Squeeze", "Unsqueeze", "Reshape"}))
-    if mean is None or mean.op != "ReduceMean":
-        return False
-    behind = index.ancestors([mean.inputs[0]], stop=[index_qk])
-    return any(index_qk in node.reads for node in behind)
+    return mean is not None and mean.op == "ReduceMean" and index_qk in _projections_behind(index, mean.inputs[0])

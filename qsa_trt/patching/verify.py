@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .anchors import Anchors, refuse
+from .anchors import NORMS, Anchors, refuse
 from .graph_index import GraphIndex, Node
 from .structure import indexers
 
@@ -60,6 +60,10 @@ def check_layer(index: GraphIndex, anchors: Anchors) -> Cut:
     if not topks:
         refuse(layer, gate.multiply, "no TopK (the indexer's choice of blocks) lies in the cut")
     sides = frozenset(needed - nodes)
+    if softmaxes[0].attribute("softcap", 0.0):
+        refuse(layer, softmaxes[0], "it caps its scores (softcap), which QSA does not")
+    _check_norms(index, anchors, nodes)
+    _check_rope(index, anchors)
     _check_inputs(index, anchors, sides)
     return Cut(anchors, nodes, sides, softmaxes[0], topks, _cache_outputs(index, anchors, nodes))
 
@@ -78,13 +82,33 @@ def check_coverage(index: GraphIndex, cuts: Iterable[Cut]) -> None:
             )
 
 
+def _check_norms(index: GraphIndex, anchors: Anchors, nodes: frozenset[Node]) -> None:
+    """Each norm must lie in the cut and see its own source alone."""
+    ends = sources(anchors)
+    owners = dict(zip(NORMS, ("q_proj", "k_proj", "index_qk_proj", "index_qk_proj"), strict=True))
+    for name, norm in anchors.norms.items():
+        behind = {t for n in index.ancestors([norm.source], stop=ends.values()) if n.op != "Shape" for t in n.reads}
+        seen = [end for end, tensor in ends.items() if tensor == norm.source or tensor in behind]
+        if norm.node not in nodes or seen != [owners[name]]:
+            found = " and ".join(seen) or "none of the projections"
+            refuse(anchors.layer, norm.node, f"{name} should norm {owners[name]} in the cut, but norms {found}")
+
+
+def _check_rope(index: GraphIndex, anchors: Anchors) -> None:
+    """The contract rotates pairs (i, i + rotary/2); interleaved pairs are taken apart by slices with a step."""
+    for norm in anchors.norms.values():
+        for _, node in index.forward(norm.output, {"Transpose", "Reshape", "Cast", "Identity", "Unsqueeze", "Squeeze"}):
+            steps = index.integers(node.inputs[4]) if node.op == "Slice" and len(node.inputs) > 4 else None
+            if steps is not None and any(step not in (None, 1) for step in steps):
+                refuse(anchors.layer, node, "it takes apart interleaved RoPE pairs; QSA rotates halves")
+
+
 def _check_inputs(index: GraphIndex, anchors: Anchors, sides: frozenset[Node]) -> None:
     """Nothing but the four sources may carry the layer's activations into the cut (a residual, the gate half)."""
     inputs = {t for tensor in anchors.projections.values() for t in _projection_inputs(index, tensor)}
     derived = index.descendants(inputs, follow=lambda node: node.op not in ("Shape", "Size"))
     for node in sorted(derived & sides, key=lambda n: n.position):
-        if node.op not in ("Shape", "Size"):
-            refuse(anchors.layer, node, "it feeds the attention with the layer's activations past the four projections")
+        refuse(anchors.layer, node, "it feeds the attention with the layer's activations past the four projections")
 
 
 def _projection_inputs(index: GraphIndex, tensor: str) -> list[str]:
@@ -110,7 +134,7 @@ def _cache_outputs(index: GraphIndex, anchors: Anchors, nodes: frozenset[Node]) 
             for reader in index.readers(tensor):
                 if reader in nodes or (reader is anchors.gate.multiply and tensor == anchors.gate.attention):
                     continue
-                outputs = _only_outputs(index, reader)
+                outputs = _outputs_behind(index, reader)
                 if not outputs or not all(is_cache_output(index, o) for o in outputs):
                     refuse(anchors.layer, reader, f"it reads {tensor}, which the cut would remove")
                 found.update(dict.fromkeys(outputs))
@@ -121,11 +145,10 @@ def _cache_outputs(index: GraphIndex, anchors: Anchors, nodes: frozenset[Node]) 
     return tuple(found)
 
 
-def _only_outputs(index: GraphIndex, reader: Node) -> list[str]:
-    """The graph outputs that `reader` leads to, if it leads nowhere else than to a cache on a short way."""
+def _outputs_behind(index: GraphIndex, reader: Node) -> list[str]:
+    """The graph outputs that `reader` leads to."""
     after = {reader} | index.descendants(reader.outputs)
-    outputs = [t for node in after for t in node.outputs if t in index.outputs]
-    return outputs if len(after) <= 4 else []
+    return [t for node in after for t in node.outputs if t in index.outputs]
 
 
 def is_cache_output(index: GraphIndex, tensor: str) -> bool:

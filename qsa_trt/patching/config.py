@@ -1,0 +1,79 @@
+"""Reads what a Hugging Face `config.json` of a `qwen4_exp` model says about its attention layers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qsa_plugin.errors import InputError
+
+Config = Mapping[str, Any]
+#: Keys of the config by node attribute.
+KEYS = {
+    "num_q_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "indexer_n_heads": "indexer_n_heads",
+    "indexer_head_dim": "indexer_head_dim",
+    "indexer_budget": "indexer_budget",
+    "indexer_compress_ratio": "indexer_compress_ratio",
+    "rms_norm_eps": "rms_norm_eps",
+    "attention_scale": "head_dim",
+    "rotary_dims": "head_dim",
+}
+
+
+def load_config(config: str | os.PathLike[str] | Config | None) -> Config:
+    """The text part of a config; empty when none is given.
+
+    Raises:
+        InputError: the file is missing or no JSON object.
+    """
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        config = _read_json(Path(config))
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
+def _read_json(path: Path) -> Config:
+    fix = "give the model's config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError("--config", path, f"a readable file ({error.strerror})", fix) from error
+    except ValueError as error:  # not JSON, or not even text
+        raise InputError("--config", path, "a JSON file", fix) from error
+    if not isinstance(content, Mapping):
+        raise InputError("--config", path, "a JSON object", fix)
+    return content
+
+
+def config_value(config: Config, attribute: str) -> float | None:
+    """What the config says about a node attribute or the rotary dims; None where it says nothing.
+
+    Raises:
+        InputError: the value is not a number.
+    """
+    value = _number(config, KEYS[attribute])
+    if value is None or attribute not in ("attention_scale", "rotary_dims"):
+        return value
+    if attribute == "attention_scale":
+        return 1 / math.sqrt(value)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    factor = _number({**config, **rope}, "partial_rotary_factor")
+    return int(value * (1.0 if factor is None else factor))
+
+
+def _number(config: Config, key: str) -> float | None:
+    value = config.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise InputError(f"config {key}", value, "a positive number", "correct the config, or give the right file")
+    return value
