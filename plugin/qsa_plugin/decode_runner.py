@@ -25,11 +25,10 @@ SHARED_LIMITS = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 2
 _HEAD_WARPS = 8  # WARPS of decode_append.cu
 _SCORE_TILE = 16  # TILE of decode_score.cu
 _SCORE_WARPS = 8
-_SCORE_BLOCKS_AN_SM = 4
+_SCORE_BLOCKS_AN_SM = 2
 _SELECT_THREADS = 1024
 _ATTEND_THREADS = 128
 _ATTEND_TILE = 32  # TILE of decode_attend.cu
-_MAX_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,25 +84,38 @@ def shared_limit(capability: tuple[int, int]) -> int:
     return SHARED_LIMITS.get(capability, 99) * 1024
 
 
-def decode_splits(geometry: Geometry, call: Call, sm_count: int) -> int:
-    """Split-K splits: about two thread blocks an SM over all rows and KV heads, and no more than there are tiles."""
+def decode_splits(geometry: Geometry, call: Call, sm_count: int, capability: tuple[int, int]) -> int:
+    """Split-K splits: about two thread blocks an SM over all rows and KV heads, and no more than there are tiles.
+
+    Where the device has clusters, the splits of a (row, KV head) are one, and their number a power of two.
+    """
     pairs = call.batch * geometry.num_kv_heads
-    tokens = min(geometry.list_width, call.max_kv_len)
-    wanted = min(2 * sm_count // pairs, _MAX_SPLITS, math.ceil(tokens / _ATTEND_TILE))
-    return max(1, min(wanted, partial_tiles(geometry, call) // pairs))
+    tiles = math.ceil(min(geometry.list_width, call.max_kv_len) / _ATTEND_TILE)
+    splits = max(1, min(2 * sm_count // pairs, max_splits(capability), tiles, partial_tiles(geometry, call) // pairs))
+    return 1 << (splits.bit_length() - 1) if has_clusters(capability) else splits
 
 
-def plan_decode(geometry: Geometry, call: Call, sm_count: int) -> DecodePlan:
-    """The plan of one call; a function of shapes and the SM count alone."""
+def has_clusters(capability: tuple[int, int]) -> bool:
+    """Whether thread blocks can form clusters with distributed shared memory."""
+    return capability >= (9, 0)
+
+
+def max_splits(capability: tuple[int, int]) -> int:
+    """Splits at most: the largest cluster, or what one thread block merges in reasonable time."""
+    return 16 if capability in ((9, 0), (10, 0), (10, 3)) else 8
+
+
+def plan_decode(geometry: Geometry, call: Call, sm_count: int, capability: tuple[int, int]) -> DecodePlan:
+    """The plan of one call; a function of shapes, SM count and compute capability alone."""
     tiles = math.ceil(max(visible_blocks(geometry, call), 1) / _SCORE_TILE)
     query_heads = geometry.num_q_heads + geometry.indexer_n_heads
     offsets = layout(geometry, call).offsets
     slots = ("query", "index_query", "live", "scores", "blocks", "partials", "stats", "counters")
     return DecodePlan(
         append_ctas=1 + math.ceil(query_heads / _HEAD_WARPS),
-        score_ctas=min(math.ceil(_SCORE_BLOCKS_AN_SM * sm_count / call.batch), tiles),
+        score_ctas=max(1, min(_SCORE_BLOCKS_AN_SM * sm_count // call.batch, tiles)),
         score_stride=score_stride(geometry, call),
-        splits=decode_splits(geometry, call, sm_count),
+        splits=decode_splits(geometry, call, sm_count, capability),
         offsets=tuple(offsets[slot] for slot in slots),
     )
 
@@ -114,13 +126,15 @@ class QsaSparseDecodeRunner:
     Args:
         specialisation: what to compile.
         geometry: gives the softmax scale and the epsilon.
+        portable: use nothing that compute capability 8.0 lacks, whatever the device has.
     """
 
-    def __init__(self, specialisation: Specialisation, geometry: Geometry) -> None:
+    def __init__(self, specialisation: Specialisation, geometry: Geometry, *, portable: bool = False) -> None:
         self.specialisation = specialisation
+        self._capability = (8, 0) if portable else specialisation.compute_capability
         self._geometry = geometry
         self._parameters = ParamBlock(LAYOUT)
-        self._launches: tuple[Launch, Launch, Launch, Launch] | None = None
+        self._launches: tuple[Launch, Launch, Launch, dict[int, Launch]] | None = None
         self._sm_count = 0
         self._plan = functools.lru_cache(maxsize=64)(self._make_plan)
 
@@ -148,7 +162,7 @@ class QsaSparseDecodeRunner:
         if self._launches is None:
             self.preflight()
         assert self._launches is not None
-        append, score, select, attend = self._launches
+        append, score, select, attends = self._launches
         call = params.call
         plan, geometry, stream, parameters = self._plan(call), self._geometry, params.stream, self._parameters
         workspace = params.workspace
@@ -190,24 +204,34 @@ class QsaSparseDecodeRunner:
             score(stream, parameters)
         select.grid(call.batch)
         select(stream, parameters)
+        attend = attends[plan.splits] if len(attends) > 1 else attends[1]
         attend.grid(call.batch * geometry.num_kv_heads * plan.splits)
         attend(stream, parameters)
 
     def _make_plan(self, call: Call) -> DecodePlan:
-        return plan_decode(self._geometry, call, self._sm_count)
+        return plan_decode(self._geometry, call, self._sm_count, self._capability)
 
-    def _load(self) -> tuple[Launch, Launch, Launch, Launch]:
-        """The four kernels in the order of the chain; each but the first may start before the one in front ends."""
-        spec = self.specialisation
-        dependent = spec.compute_capability >= (9, 0)
-        tuning = {name: decode_tuning(name, spec) for name in DECODE_KERNELS}
-        kernels = [jit.kernels(name, spec, [name], tuning[name])[0] for name in DECODE_KERNELS]
-        append, score, select, attend = kernels
+    def _load(self) -> tuple[Launch, Launch, Launch, dict[int, Launch]]:
+        """The kernels in the order of the chain; each but the first may start before the one in front ends.
+
+        decode_attend has one launch for every cluster size; without clusters one launch (size 1) serves all splits.
+        """
+        spec, capability = self.specialisation, self._capability
+        dependent = capability >= (9, 0)
+        tuning = {name: decode_tuning(name, spec, capability) for name in DECODE_KERNELS}
+        append, score, select, attend = (jit.kernels(name, spec, [name], tuning[name])[0] for name in DECODE_KERNELS)
+        clusters = [1, 2, 4, 8, 16] if has_clusters(capability) else [1]
         return (
             Launch(append, _HEAD_WARPS * 32),
             Launch(score, _SCORE_WARPS * 32, dependent=dependent),
             Launch(select, _SELECT_THREADS, 4 * tuning["decode_select"]["SELECT_SHARED_KEYS"], dependent=dependent),
-            Launch(attend, _ATTEND_THREADS, attend_shared(spec), dependent=dependent),
+            {
+                size: Launch(
+                    attend, _ATTEND_THREADS, tuning["decode_attend"]["ATTEND_SHARED"], dependent=dependent, cluster=size
+                )
+                for size in clusters
+                if size <= max_splits(capability)
+            },
         )
 
 
@@ -215,22 +239,26 @@ class QsaSparseDecodeRunner:
 DECODE_KERNELS = ("decode_append", "decode_score", "decode_select", "decode_attend")
 
 
-def decode_tuning(name: str, spec: Specialisation) -> dict[str, int]:
-    """The defines of one decode kernel that depend on what the target offers."""
-    small = shared_limit(spec.compute_capability) < 150 * 1024
+def decode_tuning(name: str, spec: Specialisation, capability: tuple[int, int]) -> dict[str, int]:
+    """The defines of one decode kernel that depend on what a compute capability offers."""
+    small = shared_limit(capability) < 150 * 1024
     if name == "decode_select":
         return {"SELECT_SHARED_KEYS": 16384 if small else 32768}
     if name == "decode_attend":
-        return {"ATTEND_STAGES": 2 if small else 3}
+        stages, clusters = 2 if small else 3, has_clusters(capability)
+        shared = attend_shared(spec, stages, clusters)
+        return {"ATTEND_STAGES": stages, "ATTEND_CLUSTER": int(clusters), "ATTEND_SHARED": shared}
     return {}
 
 
-def attend_shared(spec: Specialisation) -> int:
-    """Dynamic shared bytes of decode_attend: the `Shared` struct."""
-    stages = decode_tuning("decode_attend", spec)["ATTEND_STAGES"]
-    tile = _ATTEND_TILE * spec.head_size * 2
+def attend_shared(spec: Specialisation, stages: int, clusters: bool) -> int:
+    """Dynamic shared bytes of decode_attend: its `Shared` struct."""
+    ring = 2 * stages * _ATTEND_TILE * spec.head_size * 2
+    query = PARTIAL_ROWS * spec.head_size * 2
+    statistics = 16 * PARTIAL_ROWS * 4  # of 16 splits
+    received = 2 * statistics + max(spec.head_size // 8, 16) * spec.geometry.group_size * 32
     scores = PARTIAL_ROWS * (_ATTEND_TILE + 4) * 4
-    return 2 * stages * tile + PARTIAL_ROWS * spec.head_size * 2 + scores + 16
+    return ring + max(query, received if clusters else statistics) + scores + PARTIAL_ROWS * 4 + 16
 
 
 def _sm_count() -> int:

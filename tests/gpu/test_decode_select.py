@@ -26,7 +26,7 @@ def select(scores: NDArray[np.float32]) -> NDArray[np.int32]:
     capability = gpu.compute_capability()
     assert capability is not None
     spec = SPEC.on(arch_of(capability))
-    tuning = decode_tuning("decode_select", spec)
+    tuning = decode_tuning("decode_select", spec, capability)
     (kernel,) = jit.kernels("decode_select", spec, ["decode_select"], tuning)
     launch = Launch(kernel, 1024, 4 * tuning["SELECT_SHARED_KEYS"])
     n, stride = len(scores), -(-len(scores) // 4) * 4

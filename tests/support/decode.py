@@ -21,12 +21,13 @@ Array = NDArray[Any]
 
 
 @functools.cache
-def runner(geometry: Geometry, surface: str, rotary_dims: int) -> QsaSparseDecodeRunner:
+def runner(geometry: Geometry, surface: str, rotary_dims: int, portable: bool) -> QsaSparseDecodeRunner:
     """A loaded runner for device 0."""
     gpu.activate()
     capability = gpu.compute_capability()
     assert capability is not None
-    made = QsaSparseDecodeRunner(Specialisation.of(geometry, surface, rotary_dims, arch_of(capability)), geometry)
+    spec = Specialisation.of(geometry, surface, rotary_dims, arch_of(capability))
+    made = QsaSparseDecodeRunner(spec, geometry, portable=portable)
     made.preflight()
     return made
 
@@ -34,7 +35,7 @@ def runner(geometry: Geometry, surface: str, rotary_dims: int) -> QsaSparseDecod
 class DecodeHost:
     """One decode call's tensors on the device; lengths and any input may be rewritten in place between runs."""
 
-    def __init__(self, geometry: Geometry, inputs: dict[str, Array]) -> None:
+    def __init__(self, geometry: Geometry, inputs: dict[str, Array], portable: bool = False) -> None:
         gpu.activate()
         self.geometry, self.inputs = geometry, inputs
         self.dtype = inputs["qkv"].dtype
@@ -44,7 +45,7 @@ class DecodeHost:
         self.buffers = {tensor.name: gpu.Buffer.of(inputs[tensor.name]) for tensor in INPUTS}
         self.output = gpu.Buffer(self._output_size() * self.dtype.itemsize)
         self.workspace = gpu.Buffer(self.layout.size)
-        self.runner = runner(geometry, str(self.dtype), self.call.rotary_dims)
+        self.runner = runner(geometry, str(self.dtype), self.call.rotary_dims, portable)
         self.params = DecodeParams(
             call=self.call,
             **{t.name: self.buffers[t.name].address for t in INPUTS if t.name != "kvcache_start_index"},

@@ -226,6 +226,26 @@ __device__ __forceinline__ void grid_dependency_launch() {
 #endif
 }
 
+// Thread block clusters (compute capability 9.0 and later). Arrive and wait are apart so that work can go between.
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// The address of `shared` in another block of the cluster, for st_cluster.
+__device__ __forceinline__ uint32_t cluster_address(const void* shared, int rank) {
+    uint32_t address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
+    return address;
+}
+__device__ __forceinline__ void st_cluster(uint32_t address, float x) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+__device__ __forceinline__ void st_cluster(uint32_t address, float x, float y) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+#endif
+
 // ------------------------------------------------------------------------------------------------ block scores
 // score(q, g) = sum over heads of max(0, q_h . kbar_g), / sqrt(ID). One dot product is ID/16 chained mma's with the
 // block keys as the rows of `a` and the queries as the columns of `b`, in ONE fixed order of elements, so that prefill

@@ -54,3 +54,11 @@ __device__ __forceinline__ int listed_blocks(int length) {
 __device__ __forceinline__ int listed_tokens(int length) {
     return min(complete_blocks(length), BUDGET_BLOCKS) * R + length % R;
 }
+
+// A row's length as the host gave it, or 0 where no pool could hold it. An input of the enqueue: kernels may read it
+// before they wait for the kernel in front. `live` says in addition whether the pages exist.
+__device__ __forceinline__ int length_in_reach(const DecodeParams& p, int row) {
+    const int length = p.lengths[row];
+    const int64_t reach = min(static_cast<int64_t>(p.pages_per_seq) * PAGE, static_cast<int64_t>(p.max_positions));
+    return length > 0 && length <= reach ? length : 0;
+}

@@ -99,15 +99,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_append(const __g
     const int row = blockIdx.x / PARTS, part = blockIdx.x % PARTS, warp = threadIdx.x / 32;
     grid_dependency_wait();
     grid_dependency_launch();
-    const int length = p.lengths[row];
-    const bool in_reach = length > 0 && length <= min(static_cast<int64_t>(p.pages_per_seq) * PAGE,
-                                                      static_cast<int64_t>(p.max_positions));
+    const int length = length_in_reach(p, row);  // the same in the whole block
     if (part == 0) {
-        const bool live = in_reach && pages_exist(p, row, length);  // in_reach is the same in the whole block
+        const bool live = length > 0 && pages_exist(p, row, length);
         if (threadIdx.x == 0) p.live[row] = live ? length : 0;
         for (int i = threadIdx.x; i < HKV; i += WARPS * 32) p.counters[row * HKV + i] = 0;
         if (live) write_token(p, row, length, buffers[warp]);
-    } else if (in_reach) {
+    } else if (length > 0) {
         prepare_query(p, row, length, (part - 1) * WARPS + warp, buffers[warp]);
     }
 }
