@@ -78,7 +78,7 @@ class GraphIndex:
     def __init__(self, model: onnx.ModelProto, folder: Path | None = None) -> None:
         graph = model.graph
         self.folder = folder
-        self.nodes = [Node(i, n, tuple(_reads(n))) for i, n in enumerate(graph.node)]
+        self.nodes = [Node(i, n, tuple(dict.fromkeys(_reads(n)))) for i, n in enumerate(graph.node)]
         self.initializers = {t.name: t for t in graph.initializer}
         self.inputs = {v.name: v for v in graph.input if v.name not in self.initializers}
         self.outputs = [v.name for v in graph.output]
