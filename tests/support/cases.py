@@ -82,7 +82,7 @@ def random_inputs(
         rotary_dims: default `default_rotary(geometry)`.
         theta: rope base.
         shuffle: shuffle the page ids, K and V independently.
-        poison: NaN in padding activations and in every pool element that the contract does not call live;
+        poison: NaN in padding and inactive activations and in every pool element that the contract does not call live;
             INT_MAX in page table entries past the length.
     """
     longest = max(*lengths, 1)
@@ -95,10 +95,10 @@ def random_inputs(
     index_qk = _normal(rng, (len(lengths), seq_len, geometry.index_width), dtype)
     if mode is Mode.DECODE:
         _fill_history(geometry, pool, table, [length - 1 for length in lengths], rng)
-    elif poison:
+    if poison:
         for b, length in enumerate(lengths):
-            qkv[b, length:] = np.nan
-            index_qk[b, length:] = np.nan
+            live = min(length, seq_len)
+            qkv[b, live:] = index_qk[b, live:] = np.nan
     rotary_dims = default_rotary(geometry) if rotary_dims is None else rotary_dims
     max_positions = pages_per_seq * PAGE_SIZE if max_positions is None else max_positions
     d, index_d = geometry.head_size, geometry.indexer_head_dim
