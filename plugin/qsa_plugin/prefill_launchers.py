@@ -12,58 +12,81 @@ Pool, page table and rope table are those of the contract; live page ids are not
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from . import jit
 from .contract import Geometry
+from .decode_runner import shared_limit
 from .launch import Launch, ParamBlock
 from .specialisation import Specialisation
-from .workspace import BLOCK_TILE, ROW_TILE, SELECT_WORKERS, union_rows
+from .workspace import BLOCK_TILE, MAX_UNION_ROWS, ROW_TILE, SELECT_WORKERS
 
-#: Dynamic shared memory a block may have, in KiB, by compute capability; 99 where it is not listed.
-SHARED_LIMITS = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 _LOG2_E = math.log2(math.e)
+_TOKENS = 64  # that attention takes a step
 _WARPS = 8  # of the kernels that give a warp one vector
 _SELECT_WARPS = 4
 
 
 @dataclass(frozen=True)
 class AttnTile:
-    """Tile sizes of one variant of prefill_attn.
+    """One variant of the attention kernel.
 
     Attributes:
-        warps: 16 rows of the left operand each.
-        tokens: tokens a step.
-        ctas: thread blocks an SM that the registers must allow.
+        kernel: its file, prefill_attn or prefill_attn_hopper.
+        rows: rows of one sequence that a thread block computes for one KV head.
+        threads: of a thread block.
+        shared_bytes: its dynamic shared memory, the `Shared` struct of the file.
+        defines: the tile sizes as macros.
     """
 
-    dense: bool
-    warps: int
-    tokens: int
-    ctas: int
-
-    @property
-    def defines(self) -> dict[str, int]:
-        """The macros of the kernel file."""
-        return {"QSA_DENSE": int(self.dense), "QSA_WARPS": self.warps, "QSA_NT": self.tokens, "QSA_CTAS": self.ctas}
-
-    def rows(self, geometry: Geometry) -> int:
-        """Rows of one sequence that a thread block computes."""
-        return self.warps * 16 // geometry.group_size if self.dense else union_rows(geometry)
-
-    def shared_bytes(self, head_size: int) -> int:
-        """The `Shared` struct."""
-        return (self.warps * 16 + 2 * self.tokens) * head_size * 2 + 2 * 3 * 4 * self.tokens
+    kernel: str
+    rows: int
+    threads: int
+    shared_bytes: int
+    defines: Mapping[str, int]
 
 
-def attn_tile(spec: Specialisation, dense: bool) -> AttnTile:
-    """The tile sizes for a target: as large as its shared memory and registers allow."""
-    geometry = spec.geometry
-    roomy = SHARED_LIMITS.get(spec.compute_capability, 99) >= 160
-    if dense:
-        return AttnTile(True, 8 if roomy else 4, 64, 1)
-    warps = math.ceil(union_rows(geometry) * geometry.group_size / 16)
-    return AttnTile(False, warps, 64, 2 if roomy else 1)
+def attn_tile(spec: Specialisation, dense: bool, portable: bool = False) -> AttnTile:
+    """The variant for a target.
+
+    Args:
+        spec: the specialisation.
+        dense: for rows that see no more than the budget.
+        portable: not the one with instructions of compute capability 9.0.
+    """
+    group = spec.geometry.group_size
+    # few heads a row fill little of a warpgroup's 64 operand rows
+    if spec.hopper and not portable and spec.head_size >= 64 and group >= 8:
+        return _hopper_tile(spec, dense, 64 // group if dense else min(64 // group, MAX_UNION_ROWS // 2))
+    roomy = shared_limit(spec.compute_capability) >= 160 * 1024
+    union = min(8, 64 // group)
+    warps = (8 if roomy else 4) if dense else math.ceil(union * group / 16)
+    ctas = 2 if roomy and not dense else 1
+    return AttnTile(
+        kernel="prefill_attn",
+        rows=warps * 16 // group if dense else union,
+        threads=warps * 32,
+        shared_bytes=(warps * 16 + 2 * _TOKENS) * spec.head_size * 2 + 2 * 3 * 4 * _TOKENS,
+        defines={
+            "QSA_DENSE": int(dense),
+            "QSA_WARPS": warps,
+            "QSA_NT": _TOKENS,
+            "QSA_CTAS": ctas,
+            "QSA_UNION_ROWS": union,
+        },
+    )
+
+
+def _hopper_tile(spec: Specialisation, dense: bool, rows_a_group: int) -> AttnTile:
+    defines = {"QSA_DENSE": int(dense), "QSA_ROWS_A_GROUP": rows_a_group}
+    return AttnTile(
+        kernel="prefill_attn_hopper",
+        rows=2 * rows_a_group,
+        threads=384,
+        shared_bytes=(2 * 64 + 4 * _TOKENS) * spec.head_size * 2 + 4 * 4 * _TOKENS + 8 * 8,
+        defines=defines,
+    )
 
 
 class PrefillLaunchers:
@@ -72,22 +95,24 @@ class PrefillLaunchers:
     Args:
         spec: what to compile for.
         geometry: gives the softmax scale and the epsilon.
+        portable: leave out what only compute capability 9.0 has.
 
     Raises:
         FailedError: the kernels do not compile or load.
     """
 
-    def __init__(self, spec: Specialisation, geometry: Geometry) -> None:
+    def __init__(self, spec: Specialisation, geometry: Geometry, portable: bool = False) -> None:
         self.geometry = geometry
-        self.dense_tile, self.sparse_tile = attn_tile(spec, True), attn_tile(spec, False)
+        self.dense_tile, self.sparse_tile = attn_tile(spec, True, portable), attn_tile(spec, False, portable)
         self._select_ctas = min(2 * _sm_count(), SELECT_WORKERS)
 
-        def load(name: str, entry: str, threads: int, tile: AttnTile | None = None) -> Launch:
-            (kernel,) = jit.kernels(name, spec, [f"qsa_{entry}"], tile.defines if tile else None)
-            return Launch(kernel, threads, tile.shared_bytes(spec.head_size) if tile else 0)
+        def load(name: str, entry: str, threads: int, defines: Mapping[str, int] | None = None) -> Launch:
+            (kernel,) = jit.kernels(name, spec, [f"qsa_{entry}"], defines)
+            return Launch(kernel, threads)
 
         def attention(tile: AttnTile) -> Launch:
-            return load("prefill_attn", "prefill_attn", tile.warps * 32, tile)
+            (kernel,) = jit.kernels(tile.kernel, spec, ["qsa_prefill_attn"], tile.defines)
+            return Launch(kernel, tile.threads, tile.shared_bytes)
 
         self._plan = load("prefill_plan", "prefill_plan", 128), ParamBlock("5Q4i")
         self._write = load("prefill_write", "prefill_write", _WARPS * 32), ParamBlock("9Q3if")
@@ -97,7 +122,8 @@ class PrefillLaunchers:
         self._score_rows = load("prefill_score", "score_rows", 128), ParamBlock("6Q6i")
         self._select_tiles = load("prefill_select", "select_tiles", _SELECT_WARPS * 32), ParamBlock("7Q6i")
         self._select_rows = load("prefill_select", "select_rows", _SELECT_WARPS * 32), ParamBlock("3Q2i")
-        self._union = load("prefill_union", "union", 128), ParamBlock("5Q4i")
+        union_define = {"QSA_UNION_ROWS": self.sparse_tile.rows}
+        self._union = load("prefill_union", "union", 128, union_define), ParamBlock("5Q4i")
         self._expand = load("prefill_gather", "expand", 128), ParamBlock("4Q4i")
         self._gather = load("prefill_gather", "gather", 128), ParamBlock("5Q4i")
         self._dense_attn = attention(self.dense_tile), ParamBlock("8Q5if")
@@ -313,7 +339,7 @@ class PrefillLaunchers:
         ascending; `counts` int32 `[B, tiles]`.
         """
         launch, block = self._union
-        tiles = math.ceil(rows / self.sparse_tile.rows(self.geometry))
+        tiles = math.ceil(rows / self.sparse_tile.rows)
         block.pack(lists, live, past, entries, counts, seq_len, row_begin, rows, tiles)
         launch.grid(batch * tiles)
         launch(stream, block)
@@ -379,7 +405,7 @@ class PrefillLaunchers:
 
         `q` and `out` surface `[B, T, Hq, D]`, which may be one buffer. Rows that are dense or padding stay unwritten.
         """
-        tiles = math.ceil(rows / self.sparse_tile.rows(self.geometry))
+        tiles = math.ceil(rows / self.sparse_tile.rows)
         launch, block = self._sparse_attn
         block.pack(
             *(q, pool, out, page_table, live, past, entries, counts),
@@ -404,7 +430,7 @@ class PrefillLaunchers:
     ) -> None:
         """Causal attention of the rows that see no more than the budget: t <= budget + R - 2. Others stay unwritten."""
         rows = min(seq_len, self.geometry.list_width)
-        tiles = math.ceil(rows / self.dense_tile.rows(self.geometry))
+        tiles = math.ceil(rows / self.dense_tile.rows)
         launch, block = self._dense_attn
         block.pack(
             *(q, pool, out, page_table, live, past, 0, 0),

@@ -59,11 +59,13 @@ class QsaSparsePrefillRunner:
     Args:
         specialisation: what to compile.
         geometry: gives the softmax scale and the epsilon.
+        portable: leave out what only compute capability 9.0 has.
     """
 
-    def __init__(self, specialisation: Specialisation, geometry: Geometry) -> None:
+    def __init__(self, specialisation: Specialisation, geometry: Geometry, portable: bool = False) -> None:
         self.specialisation = specialisation
         self._geometry = geometry
+        self._portable = portable
         self._launchers: PrefillLaunchers | None = None
 
     @staticmethod
@@ -78,7 +80,7 @@ class QsaSparsePrefillRunner:
     def preflight(self) -> None:
         """Compile and load every kernel into the current context; call it before a graph capture."""
         if self._launchers is None:
-            self._launchers = PrefillLaunchers(self.specialisation, self._geometry)
+            self._launchers = PrefillLaunchers(self.specialisation, self._geometry, self._portable)
 
     def run(self, params: PrefillParams) -> None:
         """Enqueue the call on its stream: no allocation, synchronisation, module load or host copy.

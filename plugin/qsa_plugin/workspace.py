@@ -19,6 +19,8 @@ ALIGNMENT = 256
 SELECT_WORKERS = 296
 #: Rows that are scored together in prefill, and blocks that are (kernels/prefill_score.cuh).
 ROW_TILE = BLOCK_TILE = 16
+#: Neighbouring sparse rows at most whose blocks are attended to together (MEMBER_BITS of kernels/prefill.cuh).
+MAX_UNION_ROWS = 10
 #: Rows of split-K partials: the tensor-core tile that holds up to 16 query heads of one KV head.
 PARTIAL_ROWS = 16
 #: Splits of decode attention that every batch may use.
@@ -48,14 +50,10 @@ def sparse_rows(geometry: Geometry, call: Call) -> int:
     return max(0, call.seq_len - geometry.list_width)
 
 
-def union_rows(geometry: Geometry) -> int:
-    """Neighbouring sparse rows whose blocks are attended to together (UNION_ROWS of kernels/prefill.cuh)."""
-    return min(8, 64 // geometry.group_size)
-
-
-def union_tiles(geometry: Geometry, call: Call) -> int:
-    """Tiles of `union_rows` sparse rows a sequence."""
-    return math.ceil(sparse_rows(geometry, call) / union_rows(geometry))
+def union_room(geometry: Geometry, call: Call) -> int:
+    """Lists of `budget_blocks + 1` entries that the unions of a sequence's tiles need: one a row, tiles whole."""
+    rows = sparse_rows(geometry, call)
+    return rows + MAX_UNION_ROWS if rows else 0
 
 
 def score_elements(geometry: Geometry, call: Call) -> int:
@@ -92,13 +90,8 @@ SLOTS: tuple[Slot, ...] = (
     # the rows that selected them, and how many there are
     Slot("rows", _PREFILL, 4, lambda g, c: (2, c.batch)),
     Slot("block_ids", _PREFILL, 4, lambda g, c: (c.batch, sparse_rows(g, c), g.budget_blocks)),
-    Slot(
-        "union",
-        _PREFILL,
-        4,
-        lambda g, c: (c.batch, union_tiles(g, c), union_rows(g) * (g.budget_blocks + 1)),
-    ),
-    Slot("union_counts", _PREFILL, 4, lambda g, c: (c.batch, union_tiles(g, c))),
+    Slot("union", _PREFILL, 4, lambda g, c: (c.batch, union_room(g, c), g.budget_blocks + 1)),
+    Slot("union_counts", _PREFILL, 4, lambda g, c: (c.batch, sparse_rows(g, c))),
     # int32 length of a row, 0 where nothing is done; int32 (first token, K page, V page, -) of each listed block
     Slot("live", _DECODE, 4, lambda g, c: (c.batch,)),
     Slot("blocks", _DECODE, 4, lambda g, c: (c.batch, g.budget_blocks + 1, 4)),

@@ -32,7 +32,9 @@ def band(spec: Specialisation) -> float:
     return 9.8e-4 if spec.surface == "float16" else 7.8e-3
 
 
-def host_of(name: str, lengths: list[int], seed: int = 7, **more) -> tuple[Specialisation, PrefillHost]:
+def host_of(
+    name: str, lengths: list[int], seed: int = 7, portable: bool = False, **more
+) -> tuple[Specialisation, PrefillHost]:
     spec = SPECIALISATIONS[name]
     inputs = random_inputs(
         spec.geometry,
@@ -44,7 +46,7 @@ def host_of(name: str, lengths: list[int], seed: int = 7, **more) -> tuple[Speci
         poison=True,
         **more,
     )
-    return spec, PrefillHost(spec.geometry, inputs)
+    return spec, PrefillHost(spec.geometry, inputs, portable)
 
 
 def check(name: str, lengths: list[int], **more) -> None:
@@ -61,19 +63,22 @@ def same(one: PrefillResult, other: PrefillResult) -> bool:
     )
 
 
+@pytest.mark.parametrize("portable", [False, True], ids=["native", "portable"])
 @pytest.mark.parametrize("name", list(SPECIALISATIONS))
-def test_short_prompts_match_the_reference(name: str) -> None:
+def test_short_prompts_match_the_reference(name: str, portable: bool) -> None:
     """Kinds 9 to 12, 14 to 16: block ends, page ends, an inactive sequence, padding, shuffled pages, NaN around."""
     r = SPECIALISATIONS[name].indexer_compress_ratio
-    check(name, [1, 2, 3, r, 0, r + 1, 2 * r - 1, 127, 128, 129, 256], seq_len=259)
+    check(name, [1, 2, 3, r, 0, r + 1, 2 * r - 1, 127, 128, 129, 256], seq_len=259, portable=portable)
 
 
+@pytest.mark.parametrize("portable", [False, True], ids=["native", "portable"])
 @pytest.mark.parametrize("name", [n for n, s in SPECIALISATIONS.items() if s.indexer_budget <= LONGEST_BUDGET])
-def test_prompts_around_and_past_the_budget_match_the_reference(name: str) -> None:
+def test_prompts_around_and_past_the_budget_match_the_reference(name: str, portable: bool) -> None:
     """Kind 11: the last dense rows, the first sparse ones, a ragged end."""
     spec = SPECIALISATIONS[name]
     r, budget = spec.indexer_compress_ratio, spec.indexer_budget
-    check(name, [budget - 1, budget + r - 1, budget + r, budget + 2 * r + 1, budget + 203], seq_len=budget + 211)
+    lengths = [budget - 1, budget + r - 1, budget + r, budget + 2 * r + 1, budget + 203]
+    check(name, lengths, seq_len=budget + 211, portable=portable)
 
 
 @pytest.mark.parametrize("length", range(2047, 2054))

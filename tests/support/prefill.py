@@ -22,12 +22,13 @@ Array = NDArray[Any]
 
 
 @functools.cache
-def runner(geometry: Geometry, surface: str, rotary_dims: int) -> QsaSparsePrefillRunner:
-    """A loaded runner for device 0."""
+def runner(geometry: Geometry, surface: str, rotary_dims: int, portable: bool) -> QsaSparsePrefillRunner:
+    """A loaded runner for device 0; `portable`: without what only compute capability 9.0 has."""
     gpu.activate()
     capability = gpu.compute_capability()
     assert capability is not None
-    made = QsaSparsePrefillRunner(Specialisation.of(geometry, surface, rotary_dims, arch_of(capability)), geometry)
+    spec = Specialisation.of(geometry, surface, rotary_dims, arch_of(capability))
+    made = QsaSparsePrefillRunner(spec, geometry, portable)
     made.preflight()
     return made
 
@@ -50,7 +51,7 @@ class PrefillResult:
 class PrefillHost:
     """One prefill call's tensors on the device; lengths and any input may be rewritten in place between runs."""
 
-    def __init__(self, geometry: Geometry, inputs: dict[str, Array]) -> None:
+    def __init__(self, geometry: Geometry, inputs: dict[str, Array], portable: bool = False) -> None:
         gpu.activate()
         self.geometry, self.inputs = geometry, inputs
         self.dtype = inputs["qkv"].dtype
@@ -61,7 +62,7 @@ class PrefillHost:
         self._shape = (self.call.batch, self.call.seq_len, geometry.num_q_heads, geometry.head_size)
         self.output = gpu.Buffer(int(np.prod(self._shape)) * self.dtype.itemsize)
         self.workspace = gpu.Buffer(self.layout.size)
-        self.runner = runner(geometry, str(self.dtype), self.call.rotary_dims)
+        self.runner = runner(geometry, str(self.dtype), self.call.rotary_dims, portable)
         self.params = PrefillParams(
             call=self.call,
             **{t.name: self.buffers[t.name].address for t in INPUTS if t.name != "kvcache_start_index"},

@@ -7,9 +7,12 @@
 
 #include "common.cuh"
 
-// Neighbouring sparse rows that share the union of their blocks: their heads fill 64 rows of the tensor cores' left
-// operand, and their membership fits 8 bits.
-constexpr int UNION_ROWS = 64 / GROUP < 8 ? 64 / GROUP : 8;
+// Union of the blocks of neighbouring sparse rows: an entry is block << MEMBER_BITS | the rows that attend to it.
+constexpr int MEMBER_BITS = 10;
+#ifdef QSA_UNION_ROWS  // of the kernels that make or read unions
+constexpr int UNION_ROWS = QSA_UNION_ROWS;
+static_assert(UNION_ROWS <= MEMBER_BITS, "a bit a row");
+#endif
 
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)  // NVRTC has no INFINITY
 

@@ -88,10 +88,10 @@ __device__ __forceinline__ void describe_step(Step& step, const Tile& tile, int 
         if (!DENSE) {
             const int entry = token / R;
             const uint32_t packed = entry < tile.entry_count ? tile.entries[entry] : 0u;
-            token = entry < tile.entry_count ? static_cast<int>(packed >> 8) * R + i % R : end;
+            token = entry < tile.entry_count ? static_cast<int>(packed >> MEMBER_BITS) * R + i % R : end;
             // rows at positions >= token: no block but a tail reaches past a member's own position
             const int first = max(0, token - tile.position);
-            rows = first < 8 ? (packed & 0xffu) >> first << first : 0u;
+            rows = first < MEMBER_BITS ? (packed & ((1u << MEMBER_BITS) - 1u)) >> first << first : 0u;
         }
         const bool valid = token < end;
         const int page = token / PAGE, row = token % PAGE;

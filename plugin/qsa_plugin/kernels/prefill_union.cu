@@ -7,7 +7,8 @@ struct UnionParams {
     const int* lists;        // [batch, rows, BUDGET_BLOCKS], ascending
     const int* live;         // [batch]
     const int* past;         // [batch], or null: 0
-    uint32_t* entries;       // [batch, tiles, UNION_ROWS * (BUDGET_BLOCKS + 1)] out: block << 8 | rows, ascending
+    uint32_t* entries;       // [batch, tiles, UNION_ROWS * (BUDGET_BLOCKS + 1)] out: block << MEMBER_BITS | rows,
+                             // ascending
     int* counts;             // [batch, tiles] out
     int seq_len;
     int row_begin;           // first row of the range of `lists`
@@ -82,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) qsa_union(const __grid_
                 uint32_t members = 0;
 #pragma unroll
                 for (int r = 0; r < UNION_ROWS; ++r) members |= (bits[r][word] >> bit & 1u) << r;
-                out[at++] = static_cast<uint32_t>(window + word * 32 + bit) << 8 | members;
+                out[at++] = static_cast<uint32_t>(window + word * 32 + bit) << MEMBER_BITS | members;
             }
         }
         __syncthreads();

@@ -1,0 +1,308 @@
+// Stage 6 of prefill on compute capability 9.0: what prefill_attn.cu computes, with wgmma and a warpgroup that only loads.
+//
+// One CTA a (tile, KV head). Two warpgroups compute: each has ROWS_A_GROUP neighbouring rows, whose heads fill the 64 rows
+// of its left operand. Both read every key and value that the third warpgroup brings, so that 2 * ROWS_A_GROUP rows share
+// a load. Keys and values take turns in a ring of four slots of NT tokens.
+//
+// A slot is slabs of 64 columns; in a slab a token is 128 bytes, its 16-byte chunks permuted by token % 8, which is the
+// 128-byte swizzle that wgmma reads, for keys (columns along K) and values (columns along N) alike.
+#include "prefill.cuh"
+#include "wgmma.cuh"
+
+constexpr bool DENSE = QSA_DENSE;
+constexpr int ROWS_A_GROUP = QSA_ROWS_A_GROUP;
+constexpr int ROWS = 2 * ROWS_A_GROUP;
+constexpr int NT = 64;          // tokens a slot
+constexpr int SLABS = D / 64;
+constexpr int SLAB_BYTES = NT * 128;
+constexpr int SLOT_BYTES = SLABS * SLAB_BYTES;
+constexpr int SLOTS = 4;        // K, V, K, V
+constexpr int THREADS = 384;
+constexpr int TOKENS_A_WARP = NT / 4;  // of the loading warpgroup
+constexpr int MASKS = 4;        // steps whose masks are kept: written at most two steps ahead of their reader
+static_assert(ROWS_A_GROUP * GROUP <= 64, "the heads of a row stay together");
+static_assert(TOKENS_A_WARP == 16 && TOKENS_A_WARP % R == 0, "lanes 0-15 look up keys, lanes 16-31 values");
+static_assert(D % 64 == 0, "whole slabs");
+
+// as in prefill_attn.cu
+struct AttnParams {
+    const surf_t* q;
+    const surf_t* pool;
+    surf_t* out;
+    const int* page_table;
+    const int* live;
+    const int* past;
+    const uint32_t* entries;
+    const int* counts;
+    int seq_len;
+    int pages_per_seq;
+    int row_begin;
+    int rows;
+    int tiles;
+    float scale_log2;
+};
+
+struct Shared {
+    unsigned char q[2][SLABS * 64 * 128];  // of each computing warpgroup; later its result
+    unsigned char slots[SLOTS][SLOT_BYTES];
+    uint32_t masks[MASKS][NT];             // bit r: row r of the tile attends to the token
+    uint64_t full[SLOTS];
+    uint64_t empty[SLOTS];
+};
+
+__device__ __forceinline__ void barrier_init(uint64_t& barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint64_t& barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint64_t& barrier, uint32_t parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@done bra ready;\nbra again;\nready:\n}" ::"r"(
+            shared_address(&barrier)),
+        "r"(parity)
+        : "memory");
+}
+// Makes this thread's writes to shared memory, cp.async's included once they are waited for, visible to wgmma.
+__device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+template <int COUNT>
+__device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+__device__ __forceinline__ void warpgroup_sync(int group) {
+    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+
+// Byte offset of a 16-byte chunk in slabs of `tokens` rows.
+__device__ __forceinline__ int swizzled(int tokens, int row, int chunk) {
+    return (chunk / 8 * tokens + row) * 128 + ((chunk % 8 ^ row % 8) << 4);
+}
+
+struct Tile {
+    int position;           // of the tile's first row
+    int count;              // real rows
+    int steps;
+    int entry_count;
+    int kv_head;
+    const int* page_table;  // [2, pages_per_seq] of the sequence
+    const uint32_t* entries;
+};
+
+// The loading warpgroup. Lane l of a warp knows one token of the warp's 16 in one plane: lanes 0-15 keys, 16-31 values.
+// Lookups run ahead of the copies (entry two steps, page one), because each waits for the one before.
+__device__ __forceinline__ void load(const AttnParams& p, const Tile& tile, Shared& shared, int warp, int lane) {
+    constexpr int CHUNKS = D / 8, TOKENS_A_COPY = 32 / CHUNKS < 1 ? 1 : 32 / CHUNKS;
+    const int end = tile.position + tile.count;  // tokens that any row attends to lie before it
+    const int own = warp * TOKENS_A_WARP + lane % TOKENS_A_WARP;
+    const int* pages = tile.page_table + (lane < 16 ? 0 : p.pages_per_seq);
+
+    auto entry_at = [&](int step) {
+        const int index = (step * NT + own) / R;
+        return !DENSE && index < tile.entry_count ? tile.entries[index] : 0u;  // an empty entry has no members
+    };
+    auto token_at = [&](int step, uint32_t entry) {
+        if (DENSE) return step * NT + own;
+        return entry == 0 ? end : static_cast<int>(entry >> MEMBER_BITS) * R + own % R;
+    };
+    auto page_at = [&](int token) { return token < end ? pages[token / PAGE] : 0; };
+
+    uint32_t entry = entry_at(0), next_entry = entry_at(1);
+    int page = page_at(token_at(0, entry));
+    int item = 0;  // slots filled so far
+    for (int step = 0; step < tile.steps; ++step) {
+        const int token = token_at(step, entry);
+        const uint32_t members = entry & ((1u << MEMBER_BITS) - 1u);
+        const int64_t row = token < end ? static_cast<int64_t>(page) * PAGE + token % PAGE : -1;
+        entry = next_entry;
+        page = page_at(token_at(step + 1, entry));
+        next_entry = entry_at(step + 2);
+#pragma unroll
+        for (int plane = 0; plane < 2; ++plane, ++item) {
+            const int slot = item % SLOTS;
+            if (item >= SLOTS) barrier_wait(shared.empty[slot], (item / SLOTS - 1) & 1);
+            if (!DENSE && plane == 0 && lane < 16) {
+                // a tail block reaches past some members' own positions
+                const int first = max(0, token - tile.position);
+                shared.masks[step % MASKS][own] = first < MEMBER_BITS ? members >> first << first : 0u;
+            }
+#pragma unroll
+            for (int i = 0; i < TOKENS_A_WARP; i += TOKENS_A_COPY) {
+                const int mine = i + lane / CHUNKS, chunk = lane % CHUNKS;
+                const int64_t source = __shfl_sync(0xffffffffu, row, plane * 16 + mine);
+                const surf_t* from = p.pool + ((source < 0 ? 0 : source) * HKV + tile.kv_head) * POOL_WIDTH + chunk * 8;
+                cp_async_16(shared.slots[slot] + swizzled(NT, warp * TOKENS_A_WARP + mine, chunk), from, source >= 0);
+            }
+            cp_async_commit();
+            // two copies stay in flight; the one before them is handed over
+            cp_async_wait<2>();
+            fence_for_wgmma();
+            if (item >= 2) barrier_arrive(shared.full[(item - 2) % SLOTS]);
+        }
+    }
+    cp_async_wait<0>();
+    fence_for_wgmma();
+    for (int late = max(0, item - 2); late < item; ++late) barrier_arrive(shared.full[late % SLOTS]);
+}
+
+// One of the two computing warpgroups.
+__device__ __forceinline__ void compute(
+    const AttnParams& p, const Tile& tile, Shared& shared, int64_t first_head, int group, int warp, int lane) {
+    const int g = lane / 4, quad = lane % 4, thread = warp * 32 + lane;
+    constexpr int CHUNKS = D / 8;
+    const int first_row = group * ROWS_A_GROUP, real = min(ROWS_A_GROUP, tile.count - first_row);
+    // the rows of the left operand: m = row * GROUP + head in group
+    auto head_offset = [&](int m) { return first_head + (static_cast<int64_t>(first_row + m / GROUP) * HQ + m % GROUP) * D; };
+    unsigned char* q = shared.q[group];
+    for (int i = thread; i < 64 * CHUNKS; i += 128) {
+        const int m = i / CHUNKS, chunk = i % CHUNKS;
+        const bool valid = m < real * GROUP;
+        cp_async_16(q + swizzled(64, m, chunk), p.q + (valid ? head_offset(m) : first_head) + chunk * 8, valid);
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+    fence_for_wgmma();
+    warpgroup_sync(group);
+
+    const int row_of[2] = {first_row + (warp * 16 + g) / GROUP, first_row + (warp * 16 + g + 8) / GROUP};
+    const uint32_t q_address = shared_address(q);
+    float result[D / 8][4] = {};
+    float row_max[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, row_sum[2] = {0.f, 0.f};
+    for (int step = 0; step < tile.steps; ++step) {
+        const int key_slot = step * 2 % SLOTS, value_slot = key_slot + 1;
+        const uint32_t parity = step * 2 / SLOTS & 1;
+        float logits[NT / 8][4];
+        barrier_wait(shared.full[key_slot], parity);
+        const uint32_t keys = shared_address(shared.slots[key_slot]);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < D / 16; ++k)
+            wgmma_ss(logits, wgmma_descriptor(q_address + k / 4 * (64 * 128) + k % 4 * 32, 0),
+                     wgmma_descriptor(keys + k / 4 * SLAB_BYTES + k % 4 * 32, 0), k > 0);
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (lane == 0) barrier_arrive(shared.empty[key_slot]);
+
+        float new_max[2] = {row_max[0], row_max[1]};
+#pragma unroll
+        for (int n = 0; n < NT / 8; ++n) {
+            bool allowed[4];
+            if (DENSE) {
+                const int token = step * NT + n * 8 + quad * 2 - tile.position;  // relative to the tile's first row
+#pragma unroll
+                for (int i = 0; i < 4; ++i) allowed[i] = token + (i & 1) <= row_of[i / 2];
+            } else {
+                const uint2 rows = *reinterpret_cast<const uint2*>(shared.masks[step % MASKS] + n * 8 + quad * 2);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) allowed[i] = ((i & 1 ? rows.y : rows.x) >> row_of[i / 2] & 1u) != 0;
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                logits[n][i] = allowed[i] ? logits[n][i] : NEGATIVE_INFINITY;
+                new_max[i / 2] = fmaxf(new_max[i / 2], logits[n][i]);
+            }
+        }
+        float correction[2], base[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            new_max[i] = fmaxf(new_max[i], __shfl_xor_sync(0xffffffffu, new_max[i], 1));
+            new_max[i] = fmaxf(new_max[i], __shfl_xor_sync(0xffffffffu, new_max[i], 2));
+            // a row that has met no token yet keeps -inf
+            base[i] = new_max[i] == NEGATIVE_INFINITY ? 0.f : new_max[i] * p.scale_log2;
+            correction[i] = exp2f(row_max[i] * p.scale_log2 - base[i]);
+            row_max[i] = new_max[i];
+            row_sum[i] *= correction[i];
+        }
+        if (__any_sync(0xffffffffu, correction[0] != 1.f || correction[1] != 1.f)) {
+#pragma unroll
+            for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) result[n][i] *= correction[i / 2];
+        }
+        uint32_t weights[NT / 16][4];
+#pragma unroll
+        for (int n = 0; n < NT / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                logits[n][i] = exp2f(fmaf(logits[n][i], p.scale_log2, -base[i / 2]));
+                row_sum[i / 2] += logits[n][i];
+            }
+            weights[n / 2][n % 2 * 2] = pack_surface(logits[n][0], logits[n][1]);
+            weights[n / 2][n % 2 * 2 + 1] = pack_surface(logits[n][2], logits[n][3]);
+        }
+        barrier_wait(shared.full[value_slot], parity);
+        const uint32_t values = shared_address(shared.slots[value_slot]);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < NT / 16; ++k)
+            wgmma_rs(result, weights[k], wgmma_descriptor(values + k * 16 * 128, SLAB_BYTES));
+        wgmma_commit();
+        wgmma_wait<0>();
+        if (lane == 0) barrier_arrive(shared.empty[value_slot]);
+    }
+
+    float inverse[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        row_sum[i] += __shfl_xor_sync(0xffffffffu, row_sum[i], 1);
+        row_sum[i] += __shfl_xor_sync(0xffffffffu, row_sum[i], 2);
+        inverse[i] = row_sum[i] == 0.f ? 0.f : 1.f / row_sum[i];
+    }
+    warpgroup_sync(group);  // everyone has left q; it becomes the buffer for whole-row stores
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            *reinterpret_cast<uint32_t*>(q + swizzled(64, warp * 16 + g + i * 8, n) + quad * 4) =
+                pack_surface(result[n][2 * i] * inverse[i], result[n][2 * i + 1] * inverse[i]);
+    __syncwarp();
+    for (int i = lane; i < 16 * CHUNKS; i += 32) {
+        const int m = warp * 16 + i / CHUNKS, chunk = i % CHUNKS;
+        if (m < real * GROUP)
+            *reinterpret_cast<uint4*>(p.out + head_offset(m) + chunk * 8) =
+                *reinterpret_cast<const uint4*>(q + swizzled(64, m, chunk));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) qsa_prefill_attn(const __grid_constant__ AttnParams p) {
+    extern __shared__ __align__(1024) unsigned char raw[];
+    Shared& shared = *reinterpret_cast<Shared*>(raw);
+    const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int batch = gridDim.x / HKV / p.tiles, work = blockIdx.x / HKV;
+    const int b = work % batch, index = p.tiles - 1 - work / batch;  // the longest tiles first
+    const Sequence sequence = sequence_of(p.live, p.past, b, p.seq_len);
+    const int start = (DENSE ? 0 : max(sequence.first_sparse, p.row_begin)) + index * ROWS;
+    const int end = min(DENSE ? min(sequence.live, sequence.first_sparse) : sequence.live, p.row_begin + p.rows);
+    if (start >= end) return;
+
+    Tile tile;
+    tile.position = sequence.past + start;
+    tile.count = min(ROWS, end - start);
+    tile.kv_head = blockIdx.x % HKV;
+    tile.page_table = p.page_table + static_cast<int64_t>(b) * 2 * p.pages_per_seq;
+    const int64_t list = static_cast<int64_t>(b) * p.tiles + index;
+    tile.entries = DENSE ? nullptr : p.entries + list * (ROWS * (BUDGET_BLOCKS + 1));
+    tile.entry_count = DENSE ? 0 : p.counts[list];
+    tile.steps = ((DENSE ? tile.position + tile.count : tile.entry_count * R) + NT - 1) / NT;
+
+    if (threadIdx.x == 0) {
+        for (int slot = 0; slot < SLOTS; ++slot) {
+            barrier_init(shared.full[slot], 128);  // every loading thread
+            barrier_init(shared.empty[slot], 8);   // every computing warp
+        }
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+        fewer_registers<40>();
+        load(p, tile, shared, warp, lane);
+    } else {
+        more_registers<232>();
+        const int64_t first_head =
+            ((static_cast<int64_t>(b) * p.seq_len + start) * HQ + tile.kv_head * GROUP) * D;
+        compute(p, tile, shared, first_head, warpgroup - 1, warp, lane);
+    }
+}
