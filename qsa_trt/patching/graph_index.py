@@ -267,7 +267,7 @@ def _tensor_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
     """Element type and shape of every tensor, the inferred ones included where inference succeeds."""
     skeleton = _without_weights(model)
     with contextlib.suppress(Exception):  # a graph that contradicts itself: use what it states
-        skeleton = onnx.shape_inference.infer_shapes(skeleton)
+        skeleton = onnx.shape_inference.infer_shapes(skeleton, data_prop=True)
     graph = skeleton.graph
     return {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
 

@@ -164,7 +164,7 @@ def _tensor_report(info: ValueInfoProto) -> TensorReport:
 
 def _shape_warnings(index: GraphIndex, plans: Sequence[rewrite.LayerPlan]) -> list[str]:
     """Fixed sizes decide what the patched file can be used for."""
-    batch, seq_len, _ = index.shape(plans[0].cut.anchors.projections["k_proj"]) or (None, None, None)
+    batch, seq_len = rewrite.token_dims(index, plans[0].cut)
     warnings = []
     if isinstance(batch, int):
         warnings.append(f"the batch is fixed to {batch} in this graph")

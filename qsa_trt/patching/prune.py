@@ -109,6 +109,7 @@ def _drop_unread_initializers(model: onnx.ModelProto, before: GraphIndex) -> Non
     was_read = {t for node in before.nodes for t in node.reads}
     unread = [t.name for t in model.graph.initializer if t.name in was_read and t.name not in kept]
     _drop(model.graph.initializer, unread)
+    _drop(model.graph.value_info, unread)
     _drop(model.graph.input, unread)  # older files list initializers among the inputs
 
 

@@ -97,6 +97,18 @@ def element_type(tensor: Tensor, surface: int) -> int:
     return {DType.SURFACE: surface, DType.INT32: TensorProto.INT32, DType.FP32: TensorProto.FLOAT}[tensor.dtype]
 
 
+def token_dims(index: GraphIndex, cut: Cut) -> tuple[Dim, Dim]:
+    """B and S of a layer: from its key projection, else from the first input behind it that can hold tokens."""
+    key = cut.anchors.projections["k_proj"]
+    batch, seq_len = (index.shape(key) or (None, None))[:2]
+    read = {t for node in index.ancestors([key]) if node.op != "Shape" for t in node.reads}
+    for name in index.inputs:
+        shape = index.shape(name)
+        if name in read and shape is not None and len(shape) in (2, 3):  # ids, or hidden states
+            return batch or shape[0], seq_len or shape[1]
+    return batch, seq_len
+
+
 def add_layers(
     model: onnx.ModelProto, index: GraphIndex, plans: Sequence[LayerPlan], rope: NDArray[np.float32] | None
 ) -> Additions:
@@ -109,7 +121,7 @@ def add_layers(
         rope: the rope table fp32 `[1, maxPos, rotary]` to bake in; None leaves it a graph input.
     """
     names = Names(model)
-    batch, seq_len, _ = index.shape(plans[0].cut.anchors.projections["k_proj"]) or (None, None, None)
+    batch, seq_len = token_dims(index, plans[0].cut)
     dims: dict[str, Dim] = {"B": batch or names.fresh_dim("batch"), "S": seq_len or names.fresh_dim("seq")}
     dims |= {symbol: names.fresh_dim(name) for symbol, name in _DIM_NAMES.items()}
     additions = Additions(names, dims)

@@ -148,7 +148,8 @@ def _cache_outputs(index: GraphIndex, anchors: Anchors, nodes: frozenset[Node]) 
 def _outputs_behind(index: GraphIndex, reader: Node) -> list[str]:
     """The graph outputs that `reader` leads to."""
     after = {reader} | index.descendants(reader.outputs)
-    return [t for node in after for t in node.outputs if t in index.outputs]
+    made = {t for node in after for t in node.outputs}
+    return [t for t in index.outputs if t in made]
 
 
 def is_cache_output(index: GraphIndex, tensor: str) -> bool:

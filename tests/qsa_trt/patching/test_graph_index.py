@@ -103,7 +103,7 @@ def test_shapes_of_partly_constant_reshapes() -> None:
     constants = {"zero": 0, "axis0": [0], "minus": [-1], "heads": [4], "size": [6]}
     graph = index(nodes, ["z"], **{k: np.array(v, np.int64) for k, v in constants.items()})
     assert graph.integers("target") == (None, -1, 4, 6)
-    assert graph.shape("z") == (None, None, 4, 6) and graph.last_dim("z") == 6
+    assert graph.shape("z") == ("batch", None, 4, 6) and graph.last_dim("z") == 6
 
 
 @pytest.mark.parametrize(("end", "width"), [([8], 8), ([1 << 62], 24), ([-4], 20)])
