@@ -113,7 +113,7 @@ class PatchedSession:
         self.max_kv_len = max_kv_len
         self._table = page_table(batch, pages, self.num_pages, rng=rng)
         self._rope = self._rope_feed(rope)
-        self._session = _open(_exposing(proto, self._recorded()) if record else proto, folder, threads)
+        self._session = open_session(_exposing(proto, self._recorded()) if record else proto, folder, threads)
         self.reset()
 
     def reset(self) -> None:
@@ -211,7 +211,17 @@ def _exposing(proto: onnx.ModelProto, tensors: list[str]) -> onnx.ModelProto:
     return exposed
 
 
-def _open(proto: onnx.ModelProto, folder: Path | None, threads: int) -> onnxruntime.InferenceSession:
+def open_session(proto: onnx.ModelProto, folder: Path | None = None, threads: int = 1) -> onnxruntime.InferenceSession:
+    """A CPU session of a model.
+
+    Args:
+        proto: the model.
+        folder: where its external data lies.
+        threads: threads that onnxruntime may use.
+
+    Raises:
+        MissingPackageError: onnxruntime is not installed.
+    """
     try:
         import onnxruntime
     except ImportError as error:

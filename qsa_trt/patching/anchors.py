@@ -18,7 +18,8 @@ from .norms import RmsNorm
 #: Names of the four projections, and of the four norms in the order of the contract's inputs 7 to 10.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "index_qk_proj")
 NORMS = ("q_norm", "k_norm", "indexer_q_norm", "indexer_k_norm")
-_VIEWS = frozenset({"Reshape", "Transpose", "Cast", "Identity", "Squeeze", "Unsqueeze", "Flatten"})
+#: Views that keep the order of elements: a transposed query or gate would not fit the contract's layout.
+_VIEWS = frozenset({"Reshape", "Cast", "Identity", "Squeeze", "Unsqueeze"})
 
 
 @dataclass(frozen=True)

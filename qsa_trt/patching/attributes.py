@@ -60,28 +60,7 @@ def read_attributes(index: GraphIndex, cut: Cut, config: Config, pool_io: int) -
         geometry = Geometry.from_attributes({**values, "pool_io": pool_io})
     except ContractError as error:
         refuse(layer, error.what, f"the graph says {error.value}, which cannot be ({error.expected})")
-    _check_widths(index, cut, geometry)
     return Attributes(geometry, rotary, {name: finding.where for name, finding in reader.found.items()})
-
-
-def _check_widths(index: GraphIndex, cut: Cut, g: Geometry) -> None:
-    """The projections must be exactly as wide as the contract packs them.
-
-    Raises:
-        RefusedError: a width differs or is not known.
-    """
-    widths = {
-        "q_proj": 2 * g.num_q_heads * g.head_size,
-        "k_proj": g.num_kv_heads * g.head_size,
-        "v_proj": g.num_kv_heads * g.head_size,
-        "index_qk_proj": g.index_width,
-    }
-    for name, tensor in cut.anchors.projections.items():
-        shape = index.shape(tensor)
-        if shape is None or len(shape) != 3 or shape[-1] != widths[name]:
-            spelled = "unknown" if shape is None else "[" + ", ".join(str(d or "?") for d in shape) + "]"
-            node = index.producer(tensor) or tensor
-            refuse(cut.anchors.layer, node, f"the shape of {name} is {spelled}; [B, S, {widths[name]}] was expected")
 
 
 def _resolve(layer: str, name: str, findings: list[Finding], config: Config) -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -136,7 +136,7 @@ class GraphIndex:
                     stack += node.outputs
         return found
 
-    def back(self, tensor: str, ops: Iterable[str]) -> str:
+    def back(self, tensor: str, ops: Container[str]) -> str:
         """Walk from `tensor` to the first input of its producer, as long as the producer is one of `ops`."""
         node = self.producer(tensor)
         while node is not None and node.op in ops:
@@ -144,7 +144,7 @@ class GraphIndex:
             node = self.producer(tensor)
         return tensor
 
-    def forward(self, tensor: str, ops: Iterable[str]) -> Iterator[tuple[str, Node]]:
+    def forward(self, tensor: str, ops: Container[str]) -> Iterator[tuple[str, Node]]:
         """The first readers of `tensor` and of its views that are not in `ops`, with the tensor each of them reads."""
         for node in self.readers(tensor):
             if node.op in ops and node.inputs[0] == tensor:
@@ -276,8 +276,9 @@ def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy for shape inference in which every initializer that no shape can depend on is a plain input."""
     skeleton = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
     graph = model.graph
-    skeleton.graph.CopyFrom(onnx.GraphProto(name=graph.name, node=graph.node, input=graph.input, output=graph.output))
-    skeleton.graph.value_info.extend(graph.value_info)
+    skeleton.graph.name = graph.name
+    for name in ("node", "input", "output", "value_info"):
+        getattr(skeleton.graph, name).extend(getattr(graph, name))
     declared = {v.name for v in graph.input}
     for tensor in graph.initializer:
         if tensor.name not in declared:

@@ -21,6 +21,7 @@ from .config import Config, load_config
 from .detect import find_layers, patched_nodes
 from .files import check_output, default_output, load_model, save_model
 from .graph_index import GraphIndex
+from .layout import check_layout
 from .prune import Removed, prune, strip_stack_traces
 from .reference_body import add_reference_function
 from .report import LayerReport, PatchReport, TensorReport
@@ -112,6 +113,7 @@ def _plan(index: GraphIndex, config: Config, dtype: str | None, pool_io: PoolIO)
     plans: list[rewrite.LayerPlan] = []
     for number, cut in enumerate(cuts):
         attributes = read_attributes(index, cut, config, pool_io)
+        check_layout(index, cut, attributes.geometry)
         plan = rewrite.LayerPlan(number, cut, attributes, *_element_types(index, cut, dtype))
         if attributes.rotary_dims != (plans or [plan])[0].attributes.rotary_dims:
             refuse(cut.anchors.layer, "rotary_dims", "differs from the first layer's; one rope table serves all layers")

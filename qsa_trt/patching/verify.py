@@ -6,8 +6,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from .anchors import NORMS, Anchors, refuse
 from .graph_index import GraphIndex, Node
+from .norms import find_norms
 from .structure import indexers
 
 _SOFTMAX_OPS = frozenset({"Softmax", "Attention"})
@@ -63,6 +66,7 @@ def check_layer(index: GraphIndex, anchors: Anchors) -> Cut:
     if softmaxes[0].attribute("softcap", 0.0):
         refuse(layer, softmaxes[0], "it caps its scores (softcap), which QSA does not")
     _check_norms(index, anchors, nodes)
+    _check_other_norms(index, anchors, nodes)
     _check_rope(index, anchors)
     _check_inputs(index, anchors, sides)
     return Cut(anchors, nodes, sides, softmaxes[0], topks, _cache_outputs(index, anchors, nodes))
@@ -92,6 +96,17 @@ def _check_norms(index: GraphIndex, anchors: Anchors, nodes: frozenset[Node]) ->
         if norm.node not in nodes or seen != [owners[name]]:
             found = " and ".join(seen) or "none of the projections"
             refuse(anchors.layer, norm.node, f"{name} should norm {owners[name]} in the cut, but norms {found}")
+
+
+def _check_other_norms(index: GraphIndex, anchors: Anchors, nodes: frozenset[Node]) -> None:
+    """A fifth norm (of values, of the output) would be lost; an unrolled graph repeats the four."""
+    known = [index.constant(norm.gamma) for norm in anchors.norms.values()]
+    for norm in find_norms(index):
+        gamma = index.constant(norm.gamma)
+        if norm.node in nodes and not any(
+            np.array_equal(gamma, k) for k in known if gamma is not None and k is not None
+        ):
+            refuse(anchors.layer, norm.node, "a fifth RMSNorm lies in the cut; QSA has four")
 
 
 def _check_rope(index: GraphIndex, anchors: Anchors) -> None:
