@@ -166,6 +166,10 @@ class GraphIndex:
             return known if stated is None else stated
         return tuple(k if s is None else s for s, k in zip(stated, known, strict=True))
 
+    def input_shape(self, name: str) -> tuple[Dim, ...]:
+        """Dims of a graph input as the model states them."""
+        return tuple(_dim(d) for d in self.inputs[name].type.tensor_type.shape.dim)
+
     def last_dim(self, tensor: str) -> int | None:
         """The last dim where it is a known integer."""
         shape = self.shape(tensor)

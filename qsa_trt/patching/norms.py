@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .graph_index import GraphIndex, Node
@@ -23,9 +23,10 @@ class RmsNorm:
     node: Node
 
 
-def find_norms(index: GraphIndex) -> list[RmsNorm]:
-    """Every RMSNorm of the graph over the last dim, in graph order."""
-    return [norm for node in index.nodes if node in index.live for norm in _norms_at(index, node)]
+def find_norms(index: GraphIndex, among: Iterable[Node] | None = None) -> list[RmsNorm]:
+    """The RMSNorms over the last dim that the graph, or some of its nodes, compute, in graph order."""
+    nodes = index.nodes if among is None else sorted(among, key=lambda n: n.position)
+    return [norm for node in nodes if node in index.live for norm in _norms_at(index, node)]
 
 
 def _norms_at(index: GraphIndex, node: Node) -> Iterator[RmsNorm]:

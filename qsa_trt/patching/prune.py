@@ -144,7 +144,7 @@ def _dim_homes(index: GraphIndex) -> dict[str, tuple[str, int]]:
     homes: dict[str, tuple[str, int]] = {}
     for name in index.inputs:
         if any(node.op != "Shape" for node in index.readers(name)):
-            for axis, dim in enumerate(index.shape(name) or ()):
+            for axis, dim in enumerate(index.input_shape(name)):
                 if isinstance(dim, str):
                     homes.setdefault(dim, (name, axis))
     return homes
@@ -154,10 +154,7 @@ def _same_shape(
     index: GraphIndex, node: Node, homes: dict[str, tuple[str, int]], names: Names
 ) -> list[onnx.NodeProto] | None:
     """Nodes that make the same output as a Shape node from other inputs; None where a dim stands nowhere else."""
-    shape = index.shape(node.inputs[0])
-    if shape is None:
-        return None
-    dims = shape[slice(node.attribute("start", 0), node.attribute("end"))]
+    dims = index.input_shape(node.inputs[0])[slice(node.attribute("start", 0), node.attribute("end"))]
     if any(dim is None or (isinstance(dim, str) and dim not in homes) for dim in dims):
         return None
     if len(dims) == 1 and isinstance(dims[0], str):

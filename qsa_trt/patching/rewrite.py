@@ -33,8 +33,6 @@ from .verify import Cut, sources
 _SHARED = ("context_lengths", "rope_rotary_cos_sin", "kvcache_start_index", "kv_page_table")
 #: Names of the run-time dims that the model does not have yet, by the contract's symbol.
 _DIM_NAMES = {"N": "num_pages", "M": "pages_per_seq", "maxPos": "max_positions", "start": "kvcache_start_length"}
-
-
 _POOL_NAME = re.compile(r"(past|present)_key_values_\d+")
 
 
@@ -101,6 +99,8 @@ def token_dims(index: GraphIndex, cut: Cut) -> tuple[Dim, Dim]:
     """B and S of a layer: from its key projection, else from the first input behind it that can hold tokens."""
     key = cut.anchors.projections["k_proj"]
     batch, seq_len = (index.shape(key) or (None, None))[:2]
+    if batch is not None and seq_len is not None:
+        return batch, seq_len
     read = {t for node in index.ancestors([key]) if node.op != "Shape" for t in node.reads}
     for name in index.inputs:
         shape = index.shape(name)

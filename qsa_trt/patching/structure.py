@@ -111,7 +111,8 @@ def _anchors(index: GraphIndex, norms: list[RmsNorm], index_qk: Node) -> Anchors
     ]
     query, gate = _gated_sibling(index, layer, siblings, index_qk)
     # What the attention reads besides the query: the key, which is normed, and the value, which is not.
-    rest = [t for t in siblings if t != query and _feeds(index, t, gate.attention)]
+    attention = index.ancestors([gate.attention], stop=siblings)
+    rest = [t for t in siblings if t != query and any(node in attention for node in index.readers(t))]
     keys = [t for t in rest if any(index.back(n.source, _HALVING_OPS) == t for n in norms)]
     values = [t for t in rest if t not in keys]
     if len(keys) != 1 or len(values) != 1:
@@ -145,11 +146,6 @@ def _gated_sibling(index: GraphIndex, layer: str, siblings: list[str], index_qk:
 def _reaches_sigmoid(index: GraphIndex, tensor: str) -> bool:
     ops = _HALVING_OPS | {"Transpose", "Squeeze", "Unsqueeze"}
     return any(node.op == "Sigmoid" for _, node in index.forward(tensor, ops))
-
-
-def _feeds(index: GraphIndex, tensor: str, attention: str) -> bool:
-    cut = index.ancestors([attention])
-    return any(node in cut for node in index.readers(tensor))
 
 
 def _norms(

@@ -101,11 +101,9 @@ def _check_norms(index: GraphIndex, anchors: Anchors, nodes: frozenset[Node]) ->
 def _check_other_norms(index: GraphIndex, anchors: Anchors, nodes: frozenset[Node]) -> None:
     """A fifth norm (of values, of the output) would be lost; an unrolled graph repeats the four."""
     known = [index.constant(norm.gamma) for norm in anchors.norms.values()]
-    for norm in find_norms(index):
+    for norm in find_norms(index, among=nodes):
         gamma = index.constant(norm.gamma)
-        if norm.node in nodes and not any(
-            np.array_equal(gamma, k) for k in known if gamma is not None and k is not None
-        ):
+        if not any(np.array_equal(gamma, k) for k in known if gamma is not None and k is not None):
             refuse(anchors.layer, norm.node, "a fifth RMSNorm lies in the cut; QSA has four")
 
 
@@ -121,8 +119,8 @@ def _check_rope(index: GraphIndex, anchors: Anchors) -> None:
 def _check_inputs(index: GraphIndex, anchors: Anchors, sides: frozenset[Node]) -> None:
     """Nothing but the four sources may carry the layer's activations into the cut (a residual, the gate half)."""
     inputs = {t for tensor in anchors.projections.values() for t in _projection_inputs(index, tensor)}
-    derived = index.descendants(inputs, follow=lambda node: node.op not in ("Shape", "Size"))
-    for node in sorted(derived & sides, key=lambda n: n.position):
+    derived = index.descendants(inputs, follow=lambda node: node in sides and node.op not in ("Shape", "Size"))
+    for node in sorted(derived, key=lambda n: n.position):
         refuse(anchors.layer, node, "it feeds the attention with the layer's activations past the four projections")
 
 

@@ -28,7 +28,9 @@ THETA = 1e4
 
 
 def model_path(name: str) -> Path:
-    """A model of `models/`, else a sample."""
+    """A model of `models/`, else a sample; `sample/NAME` is the sample where both have one."""
+    if name.startswith("sample/"):
+        return sample(name.removeprefix("sample/"))
     own = MODELS / f"{name}.onnx"
     return own if own.is_file() else sample(name)
 

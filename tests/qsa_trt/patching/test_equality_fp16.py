@@ -64,6 +64,12 @@ def test_nodes_follow_the_rounding_chain(name: str, tmp_path: Path) -> None:
     assert max(r[2] for r in results) <= BOUND
 
 
+def test_sample_with_the_real_geometry(tmp_path: Path) -> None:
+    results = [compare(call, rows) for call, rows in calls(Original("sample/real_layer_fp16"), tmp_path, [131, 20], 3)]
+    assert sum(r[1] for r in results) == 0  # within the budget nothing is left out
+    assert max(r[2] for r in results) <= BOUND
+
+
 def test_real_geometry_around_its_budget(tmp_path: Path) -> None:
     """An fp16 graph keeps its own surface; contexts 2047 to 2056 lie around the first row that is sparse (2052)."""
     model = Original("real_layer_fp16")
