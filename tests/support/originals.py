@@ -92,7 +92,7 @@ class Original:
         feeds = dict(tokens)
         live = np.arange(seq_len) < np.asarray(lengths)[:, None]  # [B, S]
         if self.is_layer:
-            feeds |= self._layer_feeds(batch, seq_len, live)
+            feeds |= self.layer_feeds(batch, seq_len, live)
         elif "attention_mask" in self.inputs:
             feeds["attention_mask"] = live.astype(np.int64)
         return self.run(feeds)
@@ -104,7 +104,8 @@ class Original:
             dict(zip(self._outputs, values[: len(self._outputs)], strict=True)), list(values[len(self._outputs) :])
         )
 
-    def _layer_feeds(self, batch: int, seq_len: int, live: Array) -> dict[str, Array]:
+    def layer_feeds(self, batch: int, seq_len: int, live: Array) -> dict[str, Array]:
+        """Cosines, sines and the causal mask of a layer graph; `live` is bool `[B, S]`."""
         table = self.rope(seq_len)
         half = self.rotary // 2
         dtype = np.float16 if self.inputs["cos"].type == "tensor(float16)" else np.float32

@@ -14,7 +14,7 @@ from qsa_plugin.errors import InputError, RefusedError
 from qsa_trt.metrics import row_error
 from qsa_trt.patching import PatchReport, patch_onnx
 from qsa_trt.recording import PatchedSession
-from tests.support.graphs import load
+from tests.support.graphs import load, strip_names
 from tests.support.originals import MODELS, Original
 from tests.support.samples import sample
 
@@ -59,6 +59,23 @@ def test_model_is_never_modified(tmp_path: Path) -> None:
     before = LM.read_bytes()
     patch_onnx(LM, tmp_path / "out.onnx")
     assert LM.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["qsa_lm", "qsa2_decode", "layer-dynamo-18-eager"])
+def test_file_without_names_is_patched_alike(name: str, tmp_path: Path) -> None:
+    """No metadata, no node names: the structure alone leads to the same computation."""
+    onnx.save(strip_names(load(name)), tmp_path / "bare.onnx")
+    report = patch_onnx(tmp_path / "bare.onnx", tmp_path / "bare.qsa.onnx", dtype="fp32")
+    assert {layer.strategy for layer in report.layers} == {"structure"}
+    onnx.save(load(name), tmp_path / "named.onnx")
+    patch_onnx(tmp_path / "named.onnx", tmp_path / "named.qsa.onnx", dtype="fp32")
+    original = Original(name)
+    tokens, outputs = original.tokens(np.random.default_rng(0), 1, 1), []
+    for file in ("bare", "named"):
+        session = PatchedSession(tmp_path / f"{file}.qsa.onnx", batch=1, max_kv_len=9, rope=original.rope(9))
+        outputs.append([session.decode(tokens).outputs for _ in range(9)][-1])
+    assert outputs[0].keys() == outputs[1].keys()
+    assert all(np.array_equal(value, outputs[1][key]) for key, value in outputs[0].items())
 
 
 def test_default_output(tmp_path: Path) -> None:
@@ -158,7 +175,7 @@ def test_unrolled_graph_needs_its_budget(tmp_path: Path) -> None:
     assert "the indexer is unrolled: the original is right at its own shape only" in report.warnings
     twin = Original("layer-script-18-eager")
     tokens = twin.tokens(np.random.default_rng(0), 2, 12)
-    feeds = tokens | twin._layer_feeds(2, 12, np.ones((2, 12), bool))
+    feeds = tokens | twin.layer_feeds(2, 12, np.ones((2, 12), bool))
     original = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     expected = original.run(["out"], feeds)[0]
     step = PatchedSession(report.output, batch=2, max_kv_len=12, rope=twin.rope(12)).prefill(tokens, [12, 12])
