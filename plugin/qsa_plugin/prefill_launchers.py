@@ -25,7 +25,7 @@ from .workspace import BLOCK_TILE, MAX_UNION_ROWS, ROW_TILE, SELECT_WORKERS
 _LOG2_E = math.log2(math.e)
 _TOKENS = 64  # that attention takes a step
 _WARPS = 8  # of the kernels that give a warp one vector
-_SELECT_WARPS = 4
+_SELECT_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _hopper_tile(spec: Specialisation, dense: bool, rows_a_group: int) -> AttnTi
         kernel="prefill_attn_hopper",
         rows=2 * rows_a_group,
         threads=384,
-        shared_bytes=(2 * 64 + 4 * _TOKENS) * spec.head_size * 2 + 4 * 4 * _TOKENS + 8 * 8,
+        shared_bytes=(2 * 64 + 4 * _TOKENS) * spec.head_size * 2 + 4 * 2 * rows_a_group * 8 + 8 * 8,
         defines=defines,
     )
 
@@ -118,10 +118,10 @@ class PrefillLaunchers:
         self._write = load("prefill_write", "prefill_write", _WARPS * 32), ParamBlock("9Q3if")
         self._qprep_rows = load("prefill_qprep", "qprep_rows", _WARPS * 32), ParamBlock("6Q4if")
         self._block_pool = load("prefill_block_pool", "block_pool", _WARPS * 32), ParamBlock("7Q4if")
-        self._score_rows_tc = load("prefill_score", "score_rows_tc", 128), ParamBlock("6Q6i")
-        self._score_rows = load("prefill_score", "score_rows", 128), ParamBlock("6Q6i")
-        self._select_tiles = load("prefill_select", "select_tiles", _SELECT_WARPS * 32), ParamBlock("7Q6i")
-        self._select_rows = load("prefill_select", "select_rows", _SELECT_WARPS * 32), ParamBlock("3Q2i")
+        self._score_rows_tc = load("prefill_score", "score_rows_tc", _SELECT_THREADS), ParamBlock("6Q6i")
+        self._score_rows = load("prefill_score", "score_rows", _SELECT_THREADS), ParamBlock("6Q6i")
+        self._select_tiles = load("prefill_select", "select_tiles", _SELECT_THREADS), ParamBlock("7Q6i")
+        self._select_rows = load("prefill_select", "select_rows", _SELECT_THREADS), ParamBlock("3Q2i")
         union_define = {"QSA_UNION_ROWS": self.sparse_tile.rows}
         self._union = load("prefill_union", "union", 128, union_define), ParamBlock("5Q4i")
         self._expand = load("prefill_gather", "expand", 128), ParamBlock("4Q4i")
@@ -244,7 +244,7 @@ class PrefillLaunchers:
     ) -> None:
         """Scores fp32 `[B, rows, stride]` on tensor cores, -inf past each row's complete blocks and in padding rows.
 
-        `queries` as `qprep_rows` stores them; `stride` a multiple of 16, at least the blocks of the longest row.
+        `queries` as `qprep_rows` stores them; `stride` a multiple of 32, at least the blocks of the longest row.
         """
         launch, block = self._score_rows_tc
         block.pack(
@@ -275,18 +275,18 @@ class PrefillLaunchers:
         block.pack(
             *(queries, pool, page_table, live, past, scores, batch, seq_len, pages_per_seq, row_begin, rows, stride)
         )
-        launch.grid(math.ceil(batch * rows * stride / 128))
+        launch.grid(math.ceil(batch * rows * stride / _SELECT_THREADS))
         launch(stream, block)
 
     def select_rows(self, stream: int, *, scores: int, counts: int, lists: int, rows: int, stride: int) -> None:
         """The K best blocks of rows of `scores` fp32 `[rows, stride]`: `lists` int32 `[rows, K]`, ascending, then -1.
 
-        `counts` int32 `[rows]` says how many scores a row has; nothing past them is looked at. `stride` is a multiple
-        of 4. Larger score first, then lower id; -0.0 equals +0.0; NaN is lowest.
+        `counts` int32 `[rows]` says how many scores a row has; nothing past them is looked at. Larger score first, then
+        lower id; -0.0 equals +0.0; NaN is lowest.
         """
         launch, block = self._select_rows
         block.pack(scores, counts, lists, rows, stride)
-        launch.grid(math.ceil(rows / _SELECT_WARPS))
+        launch.grid(rows)
         launch(stream, block)
 
     def select_tiles(

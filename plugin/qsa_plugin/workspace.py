@@ -17,8 +17,8 @@ from .contract import Call, Geometry, Mode
 ALIGNMENT = 256
 #: Thread blocks of prefill selection at most, each with a scratch of `ROW_TILE` rows of scores; two an SM are used.
 SELECT_WORKERS = 296
-#: Rows that are scored together in prefill, and blocks that are (kernels/prefill_score.cuh).
-ROW_TILE = BLOCK_TILE = 16
+#: Rows and blocks that are scored together in prefill (kernels/prefill_score.cuh).
+ROW_TILE, BLOCK_TILE = 16, 32
 #: Neighbouring sparse rows at most whose blocks are attended to together (MEMBER_BITS of kernels/prefill.cuh).
 MAX_UNION_ROWS = 10
 #: Rows of split-K partials: the tensor-core tile that holds up to 16 query heads of one KV head.

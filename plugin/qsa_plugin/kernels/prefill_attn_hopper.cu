@@ -18,6 +18,7 @@ constexpr int SLAB_BYTES = NT * 128;
 constexpr int SLOT_BYTES = SLABS * SLAB_BYTES;
 constexpr int SLOTS = 4;        // K, V, K, V
 constexpr int THREADS = 384;
+constexpr uint32_t NOTHING = 0xffffffffu;  // in place of a pool row
 constexpr int TOKENS_A_WARP = NT / 4;  // of the loading warpgroup
 constexpr int MASKS = 4;        // steps whose masks are kept: written at most two steps ahead of their reader
 static_assert(ROWS_A_GROUP * GROUP <= 64, "the heads of a row stay together");
@@ -45,7 +46,7 @@ struct AttnParams {
 struct Shared {
     unsigned char q[2][SLABS * 64 * 128];  // of each computing warpgroup; later its result
     unsigned char slots[SLOTS][SLOT_BYTES];
-    uint32_t masks[MASKS][NT];             // bit r: row r of the tile attends to the token
+    unsigned short masks[MASKS][ROWS][4];  // of each row, a bit a token: 16 from each loading warp
     uint64_t full[SLOTS];
     uint64_t empty[SLOTS];
 };
@@ -100,6 +101,8 @@ __device__ __forceinline__ void load(const AttnParams& p, const Tile& tile, Shar
     const int end = tile.position + tile.count;  // tokens that any row attends to lie before it
     const int own = warp * TOKENS_A_WARP + lane % TOKENS_A_WARP;
     const int* pages = tile.page_table + (lane < 16 ? 0 : p.pages_per_seq);
+    const int chunk = lane % CHUNKS;
+    const surf_t* head = p.pool + tile.kv_head * POOL_WIDTH + chunk * 8;
 
     auto entry_at = [&](int step) {
         const int index = (step * NT + own) / R;
@@ -117,7 +120,7 @@ __device__ __forceinline__ void load(const AttnParams& p, const Tile& tile, Shar
     for (int step = 0; step < tile.steps; ++step) {
         const int token = token_at(step, entry);
         const uint32_t members = entry & ((1u << MEMBER_BITS) - 1u);
-        const int64_t row = token < end ? static_cast<int64_t>(page) * PAGE + token % PAGE : -1;
+        const uint32_t row = token < end ? static_cast<uint32_t>(page) * PAGE + token % PAGE : NOTHING;
         entry = next_entry;
         page = page_at(token_at(step + 1, entry));
         next_entry = entry_at(step + 2);
@@ -125,17 +128,25 @@ __device__ __forceinline__ void load(const AttnParams& p, const Tile& tile, Shar
         for (int plane = 0; plane < 2; ++plane, ++item) {
             const int slot = item % SLOTS;
             if (item >= SLOTS) barrier_wait(shared.empty[slot], (item / SLOTS - 1) & 1);
-            if (!DENSE && plane == 0 && lane < 16) {
+            if (!DENSE && plane == 0) {
                 // a tail block reaches past some members' own positions
                 const int first = max(0, token - tile.position);
-                shared.masks[step % MASKS][own] = first < MEMBER_BITS ? members >> first << first : 0u;
+                const uint32_t rows = first < MEMBER_BITS ? members >> first << first : 0u;
+                uint32_t own_row = 0;
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) {
+                    const uint32_t tokens = __ballot_sync(0xffffffffu, rows >> r & 1u);
+                    if (lane == r) own_row = tokens;
+                }
+                if (lane < ROWS) shared.masks[step % MASKS][lane][warp] = static_cast<unsigned short>(own_row);
             }
 #pragma unroll
             for (int i = 0; i < TOKENS_A_WARP; i += TOKENS_A_COPY) {
-                const int mine = i + lane / CHUNKS, chunk = lane % CHUNKS;
-                const int64_t source = __shfl_sync(0xffffffffu, row, plane * 16 + mine);
-                const surf_t* from = p.pool + ((source < 0 ? 0 : source) * HKV + tile.kv_head) * POOL_WIDTH + chunk * 8;
-                cp_async_16(shared.slots[slot] + swizzled(NT, warp * TOKENS_A_WARP + mine, chunk), from, source >= 0);
+                const int mine = i + lane / CHUNKS;
+                const uint32_t source = __shfl_sync(0xffffffffu, row, plane * 16 + mine);
+                const bool valid = source != NOTHING;  // else zeros, so that no stale NaN meets a zero weight
+                const surf_t* from = head + static_cast<int64_t>(valid ? source : 0) * (HKV * POOL_WIDTH);
+                cp_async_16(shared.slots[slot] + swizzled(NT, warp * TOKENS_A_WARP + mine, chunk), from, valid);
             }
             cp_async_commit();
             // two copies stay in flight; the one before them is handed over
@@ -147,6 +158,70 @@ __device__ __forceinline__ void load(const AttnParams& p, const Tile& tile, Shar
     cp_async_wait<0>();
     fence_for_wgmma();
     for (int late = max(0, item - 2); late < item; ++late) barrier_arrive(shared.full[late % SLOTS]);
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+    return x;
+}
+
+// -inf where a row does not attend.
+__device__ __forceinline__ void mask(
+    const Shared& shared, const Tile& tile, int step, const int (&row_of)[2], int quad, float (&logits)[NT / 8][4]) {
+    if constexpr (DENSE) {
+        const int first = step * NT - tile.position;  // relative to the tile's first row
+        if (first + NT - 1 <= 0) return;
+#pragma unroll
+        for (int n = 0; n < NT / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (first + n * 8 + quad * 2 + (i & 1) > row_of[i / 2]) logits[n][i] = NEGATIVE_INFINITY;
+    } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {  // of the operand rows
+            const uint2 words = *reinterpret_cast<const uint2*>(shared.masks[step % MASKS][row_of[half]]);
+            const uint32_t tokens[2] = {words.x >> quad * 2, words.y >> quad * 2};
+#pragma unroll
+            for (int n = 0; n < NT / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    if (!(tokens[n / 4] & 1u << (n % 4 * 8 + i))) logits[n][half * 2 + i] = NEGATIVE_INFINITY;
+        }
+    }
+}
+
+// Logits become weights, exp2 relative to `base`, and are added to `row_sum`. The base follows the maximum only when that
+// runs ahead by 2^8: weights up to 256 are as exact as those below 1. Returns whether earlier results must be multiplied
+// by `correction` (any row of this warp).
+__device__ __forceinline__ bool softmax(
+    float (&logits)[NT / 8][4], float (&base)[2], float (&row_sum)[2], float (&correction)[2], float scale_log2) {
+    constexpr float AHEAD = 8.f;
+    float top[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
+#pragma unroll
+    for (int n = 0; n < NT / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) top[i / 2] = fmaxf(top[i / 2], logits[n][i]);
+    bool moved = false;
+    float shift[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        top[i] = fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 1));
+        top[i] = fmaxf(top[i], __shfl_xor_sync(0xffffffffu, top[i], 2)) * scale_log2;
+        const bool move = top[i] > base[i] + AHEAD;
+        correction[i] = move ? exp2_fast(base[i] - top[i]) : 1.f;
+        base[i] = move ? top[i] : base[i];
+        row_sum[i] *= correction[i];
+        shift[i] = base[i] == NEGATIVE_INFINITY ? 0.f : base[i];  // a row that has met no token yet
+        moved |= move;
+    }
+#pragma unroll
+    for (int n = 0; n < NT / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            logits[n][i] = exp2_fast(fmaf(logits[n][i], scale_log2, -shift[i / 2]));
+            row_sum[i / 2] += logits[n][i];
+        }
+    return __any_sync(0xffffffffu, moved);
 }
 
 // One of the two computing warpgroups.
@@ -168,82 +243,74 @@ __device__ __forceinline__ void compute(
     fence_for_wgmma();
     warpgroup_sync(group);
 
-    const int row_of[2] = {first_row + (warp * 16 + g) / GROUP, first_row + (warp * 16 + g + 8) / GROUP};
-    const uint32_t q_address = shared_address(q);
+    // of this lane's two operand rows; those past the last row repeat it and are not stored
+    const int row_of[2] = {min(first_row + (warp * 16 + g) / GROUP, ROWS - 1),
+                           min(first_row + (warp * 16 + g + 8) / GROUP, ROWS - 1)};
+    const uint64_t q_operand = wgmma_descriptor(shared_address(q), 0);
+    const uint64_t slot_operand = wgmma_descriptor(shared_address(shared.slots[0]), SLAB_BYTES);
     float result[D / 8][4] = {};
-    float row_max[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, row_sum[2] = {0.f, 0.f};
-    for (int step = 0; step < tile.steps; ++step) {
-        const int key_slot = step * 2 % SLOTS, value_slot = key_slot + 1;
-        const uint32_t parity = step * 2 / SLOTS & 1;
-        float logits[NT / 8][4];
-        barrier_wait(shared.full[key_slot], parity);
-        const uint32_t keys = shared_address(shared.slots[key_slot]);
+    float base[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};  // what the exponents of a row are relative to, in log2
+    float row_sum[2] = {0.f, 0.f};
+    float logits[NT / 8][4];
+    uint32_t weights[NT / 16][4];
+
+    auto issue_keys = [&](int step) {
+        const int slot = step * 2 % SLOTS;
+        barrier_wait(shared.full[slot], step * 2 / SLOTS & 1);
+        const uint64_t keys = slot_operand + slot * (SLOT_BYTES / 16);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < D / 16; ++k)
-            wgmma_ss(logits, wgmma_descriptor(q_address + k / 4 * (64 * 128) + k % 4 * 32, 0),
-                     wgmma_descriptor(keys + k / 4 * SLAB_BYTES + k % 4 * 32, 0), k > 0);
+            wgmma_ss(logits, q_operand + (k / 4 * (64 * 128) + k % 4 * 32) / 16,
+                     keys + (k / 4 * SLAB_BYTES + k % 4 * 32) / 16, k > 0);
         wgmma_commit();
-        wgmma_wait<0>();
-        if (lane == 0) barrier_arrive(shared.empty[key_slot]);
-
-        float new_max[2] = {row_max[0], row_max[1]};
+    };
+    auto issue_values = [&](int step) {
+        const int slot = step * 2 % SLOTS + 1;
+        barrier_wait(shared.full[slot], step * 2 / SLOTS & 1);
+        const uint64_t values = slot_operand + slot * (SLOT_BYTES / 16);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < NT / 16; ++k) wgmma_rs(result, weights[k], values + k * 16 * 128 / 16);
+        wgmma_commit();
+    };
+    auto release = [&](int slot) {
+        if (lane == 0) barrier_arrive(shared.empty[slot]);
+    };
+    auto pack = [&] {
 #pragma unroll
         for (int n = 0; n < NT / 8; ++n) {
-            bool allowed[4];
-            if (DENSE) {
-                const int token = step * NT + n * 8 + quad * 2 - tile.position;  // relative to the tile's first row
-#pragma unroll
-                for (int i = 0; i < 4; ++i) allowed[i] = token + (i & 1) <= row_of[i / 2];
-            } else {
-                const uint2 rows = *reinterpret_cast<const uint2*>(shared.masks[step % MASKS] + n * 8 + quad * 2);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) allowed[i] = ((i & 1 ? rows.y : rows.x) >> row_of[i / 2] & 1u) != 0;
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                logits[n][i] = allowed[i] ? logits[n][i] : NEGATIVE_INFINITY;
-                new_max[i / 2] = fmaxf(new_max[i / 2], logits[n][i]);
-            }
+            weights[n / 2][n % 2 * 2] = pack_surface(logits[n][0], logits[n][1]);
+            weights[n / 2][n % 2 * 2 + 1] = pack_surface(logits[n][2], logits[n][3]);
         }
-        float correction[2], base[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            new_max[i] = fmaxf(new_max[i], __shfl_xor_sync(0xffffffffu, new_max[i], 1));
-            new_max[i] = fmaxf(new_max[i], __shfl_xor_sync(0xffffffffu, new_max[i], 2));
-            // a row that has met no token yet keeps -inf
-            base[i] = new_max[i] == NEGATIVE_INFINITY ? 0.f : new_max[i] * p.scale_log2;
-            correction[i] = exp2f(row_max[i] * p.scale_log2 - base[i]);
-            row_max[i] = new_max[i];
-            row_sum[i] *= correction[i];
-        }
-        if (__any_sync(0xffffffffu, correction[0] != 1.f || correction[1] != 1.f)) {
+    };
+    float correction[2];
+    issue_keys(0);
+    wgmma_wait<0>();
+    release(0);
+    mask(shared, tile, 0, row_of, quad, logits);
+    softmax(logits, base, row_sum, correction, p.scale_log2);
+    pack();
+    // the next step's softmax runs while this step's values are multiplied
+    for (int step = 0; step + 1 < tile.steps; ++step) {
+        issue_keys(step + 1);
+        issue_values(step);
+        wgmma_wait<1>();
+        release((step + 1) * 2 % SLOTS);
+        mask(shared, tile, step + 1, row_of, quad, logits);
+        const bool rescale = softmax(logits, base, row_sum, correction, p.scale_log2);
+        wgmma_wait<0>();
+        release(step * 2 % SLOTS + 1);
+        if (rescale) {
 #pragma unroll
             for (int n = 0; n < D / 8; ++n)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) result[n][i] *= correction[i / 2];
         }
-        uint32_t weights[NT / 16][4];
-#pragma unroll
-        for (int n = 0; n < NT / 8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                logits[n][i] = exp2f(fmaf(logits[n][i], p.scale_log2, -base[i / 2]));
-                row_sum[i / 2] += logits[n][i];
-            }
-            weights[n / 2][n % 2 * 2] = pack_surface(logits[n][0], logits[n][1]);
-            weights[n / 2][n % 2 * 2 + 1] = pack_surface(logits[n][2], logits[n][3]);
-        }
-        barrier_wait(shared.full[value_slot], parity);
-        const uint32_t values = shared_address(shared.slots[value_slot]);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < NT / 16; ++k)
-            wgmma_rs(result, weights[k], wgmma_descriptor(values + k * 16 * 128, SLAB_BYTES));
-        wgmma_commit();
-        wgmma_wait<0>();
-        if (lane == 0) barrier_arrive(shared.empty[value_slot]);
+        pack();
     }
+    issue_values(tile.steps - 1);
+    wgmma_wait<0>();
 
     float inverse[2];
 #pragma unroll

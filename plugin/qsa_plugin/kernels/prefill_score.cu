@@ -17,21 +17,22 @@ struct ScoreRowsParams {
     int stride;              // a multiple of BLOCK_TILE, at least the blocks of the longest row
 };
 
-constexpr int THREADS = 128;
+constexpr int THREADS = SCORE_THREADS;
 
 // One CTA a tile of ROW_TILE rows of one sequence. Padding rows get -inf everywhere.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) qsa_score_rows_tc(const __grid_constant__ ScoreRowsParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_score_rows_tc(const __grid_constant__ ScoreRowsParams p) {
     const int tiles = (p.rows + ROW_TILE - 1) / ROW_TILE;
     const int b = blockIdx.x / tiles, row = blockIdx.x % tiles * ROW_TILE;
     const Sequence sequence = sequence_of(p.live, p.past, b, p.seq_len);
     const int in_range = min(ROW_TILE, p.rows - row), real = min(in_range, sequence.live - p.row_begin - row);
     const int position = sequence.past + p.row_begin + row;
     const int64_t base = static_cast<int64_t>(b) * p.rows + row;
+    __shared__ alignas(16) surf_t queries[ROW_TILE * QUERY_STRIDE];
     float* out = p.scores + base * p.stride;
     const int blocks = real > 0 ? visible_blocks(position + real - 1) : 0;
     if (blocks > 0)
-        score_tile(p.queries + base * IH * ID, real, p.pool, p.page_table, p.pages_per_seq, b, blocks, out, p.stride,
-                   threadIdx.x / 32, THREADS / 32, threadIdx.x % 32);
+        score_tile(p.queries + base * IH * ID, real, p.pool, p.page_table, p.pages_per_seq, b, blocks, queries, out,
+                   p.stride);
     __syncthreads();
     for (int r = 0; r < in_range; ++r) {
         const int visible = r < real ? visible_blocks(position + r) : 0;

@@ -4,36 +4,51 @@
 #include "prefill.cuh"
 
 constexpr int ROW_TILE = 16;
-constexpr int BLOCK_TILE = 16;  // block keys that an mma takes
+constexpr int BLOCK_TILE = 32;  // block keys that a warp scores at a time: two left operands of score_mma
+constexpr int SCORE_THREADS = 256;
+constexpr int SCORE_WARPS = SCORE_THREADS / 32;
+constexpr int SCORE_CTAS = IH > 4 ? 1 : 2;  // an SM, as registers allow
 constexpr int PIECES = ID / 32;  // 16-byte pieces of a vector in a lane
 constexpr float SQRT_ID = ID == 128 ? 11.3137085f : ID == 64 ? 8.f : 5.65685425f;  // fp32 square root of ID
-// Rows whose queries a warp holds in registers at once: IH * ID * rows / 64 registers, at most 128.
-constexpr int HELD_ROWS = IH * ID <= 512 ? 16 : 8;
+// Elements from one row of queries to the next in shared memory: neighbours start half of all banks apart.
+constexpr int QUERY_STRIDE = IH * ID + (IH * ID % 64 == 0 ? 32 : 0);
 
 // relu that lets NaN pass
 __device__ __forceinline__ float relu(float x) { return x < 0.f ? 0.f : x; }
 
-// Four heads of the head sum, as score_of_quad adds them; heads that do not exist add nothing.
-template <int HEADS>
-__device__ __forceinline__ float sum_of_heads(const float (&dot)[HEADS][4], int i) {
-    float x[4];
+// relu(dot) of heads FIRST and FIRST + 1 summed, for BLOCK_TILE keys and 8 rows; heads that do not exist add nothing.
+// query: this lane's first piece.
+template <int FIRST>
+__device__ __forceinline__ void score_pair(float (&sum)[2][4], const uint4 (&key)[4][PIECES], const surf_t* query) {
+    constexpr int HEADS = IH - FIRST < 2 ? IH - FIRST : 2;
+    if constexpr (HEADS <= 0) {
 #pragma unroll
-    for (int head = 0; head < 4; ++head) x[head] = head < HEADS ? relu(dot[head < HEADS ? head : 0][i]) : 0.f;
-    return (x[0] + x[1]) + (x[2] + x[3]);
+        for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] = 0.f;
+    } else {
+        float dot[HEADS][2][4] = {};
+#pragma unroll
+        for (int j = 0; j < PIECES; ++j)
+#pragma unroll
+            for (int head = 0; head < HEADS; ++head) {
+                const uint4 piece = *reinterpret_cast<const uint4*>(query + (FIRST + head) * ID + 32 * j);
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    score_mma(dot[head][half], key[2 * half][j], key[2 * half + 1][j], piece);
+            }
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            sum[i / 4][i % 4] = relu(dot[0][i / 4][i % 4]) + (HEADS > 1 ? relu(dot[HEADS - 1][i / 4][i % 4]) : 0.f);
+    }
 }
 
-// Adds the dots of heads [FIRST, FIRST + 4) of a block tile with 8 rows to `sum`.
+// The head sum as score_of_quad forms it: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
 template <int FIRST>
-__device__ __forceinline__ void score_heads(
-    float (&sum)[4], const uint4 (&key)[2][PIECES], const uint4 (&query)[IH][PIECES]) {
-    constexpr int HEADS = IH - FIRST < 4 ? IH - FIRST : 4;
-    float dot[HEADS][4] = {};
+__device__ __forceinline__ void score_four(float (&sum)[2][4], const uint4 (&key)[4][PIECES], const surf_t* query) {
+    float other[2][4];
+    score_pair<FIRST>(sum, key, query);
+    score_pair<FIRST + 2>(other, key, query);
 #pragma unroll
-    for (int j = 0; j < PIECES; ++j)
-#pragma unroll
-        for (int head = 0; head < HEADS; ++head) score_mma(dot[head], key[0][j], key[1][j], query[FIRST + head][j]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] += sum_of_heads(dot, i);
+    for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] += other[i / 4][i % 4];
 }
 
 __device__ __forceinline__ const surf_t* block_key(
@@ -42,58 +57,48 @@ __device__ __forceinline__ const surf_t* block_key(
     return pool + pool_offset(page_of(page_table, pages_per_seq, b, 1, token), token % PAGE, 0) + D;
 }
 
-// All threads of the CTA; `warps` of them share the blocks out, BLOCK_TILE at a time.
+// All SCORE_THREADS threads of a CTA.
 // queries: [rows, IH, ID] from the tile's first row on, rows <= ROW_TILE; a short tile computes its last row again and
-// stores the same bits once more. scores: [rows, stride], stride >= blocks rounded up to BLOCK_TILE; columns at or past
-// `blocks` get garbage.
+// stores the same bits once more. staged: [ROW_TILE, QUERY_STRIDE] in shared memory, free after the next barrier.
+// scores: [rows, stride], stride >= blocks rounded up to BLOCK_TILE; columns at or past `blocks` get garbage.
 __device__ __forceinline__ void score_tile(
     const surf_t* queries, int rows, const surf_t* pool, const int* page_table, int pages_per_seq, int b, int blocks,
-    float* scores, int64_t stride, int warp, int warps, int lane) {
-    const int g = lane / 4, t = lane % 4;
+    surf_t* staged, float* scores, int64_t stride) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    constexpr int CHUNKS = IH * ID / 8;
+    for (int i = threadIdx.x; i < ROW_TILE * CHUNKS; i += SCORE_THREADS) {
+        const int row = i / CHUNKS, chunk = i % CHUNKS;
+        *reinterpret_cast<uint4*>(staged + row * QUERY_STRIDE + chunk * 8) =
+            *reinterpret_cast<const uint4*>(queries + static_cast<int64_t>(min(row, rows - 1)) * (IH * ID) + chunk * 8);
+    }
+    __syncthreads();
 #pragma unroll 1
-    for (int held = 0; held < ROW_TILE; held += HELD_ROWS) {
-        uint4 query[HELD_ROWS / 8][IH][PIECES];
+    for (int first = warp * BLOCK_TILE; first < blocks; first += SCORE_WARPS * BLOCK_TILE) {
+        uint4 key[4][PIECES];  // of blocks first + g, + 8, + 16, + 24
 #pragma unroll
-        for (int n = 0; n < HELD_ROWS / 8; ++n) {
-            const surf_t* row = queries + static_cast<int64_t>(min(held + n * 8 + g, rows - 1)) * (IH * ID) + 8 * t;
+        for (int i = 0; i < 4; ++i) {
+            const int block = min(first + i * 8 + g, blocks - 1);
+            const surf_t* from = block_key(pool, page_table, pages_per_seq, b, block) + 8 * t;
 #pragma unroll
-            for (int head = 0; head < IH; ++head)
-#pragma unroll
-                for (int j = 0; j < PIECES; ++j)
-                    query[n][head][j] = *reinterpret_cast<const uint4*>(row + head * ID + 32 * j);
+            for (int j = 0; j < PIECES; ++j) key[i][j] = *reinterpret_cast<const uint4*>(from + 32 * j);
         }
-        uint4 next[2][PIECES];  // keys of rows g and g + 8 of the next block tile: in flight while this one is computed
-        auto fetch = [&](int first) {
+#pragma unroll 1  // both at once would not fit the registers
+        for (int n = 0; n < ROW_TILE; n += 8) {
+            float sum[2][4];
+            const surf_t* query = staged + (n + g) * QUERY_STRIDE + 8 * t;
+            score_four<0>(sum, key, query);
+            if constexpr (IH > 4) {
+                float other[2][4];
+                score_four<4>(other, key, query);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int block = min(first + half * 8 + g, blocks - 1);
-                const surf_t* key = block_key(pool, page_table, pages_per_seq, b, block) + 8 * t;
-#pragma unroll
-                for (int j = 0; j < PIECES; ++j) next[half][j] = *reinterpret_cast<const uint4*>(key + 32 * j);
+                for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] += other[i / 4][i % 4];
             }
-        };
-        int first = warp * BLOCK_TILE;
-        if (first < blocks) fetch(first);
-#pragma unroll 1
-        for (; first < blocks; first += warps * BLOCK_TILE) {
-            uint4 key[2][PIECES];
+            float* even = scores + min(n + 2 * t, rows - 1) * stride + first + g;
+            float* odd = scores + min(n + 2 * t + 1, rows - 1) * stride + first + g;
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-#pragma unroll
-                for (int j = 0; j < PIECES; ++j) key[half][j] = next[half][j];
-            if (first + warps * BLOCK_TILE < blocks) fetch(first + warps * BLOCK_TILE);
-#pragma unroll
-            for (int n = 0; n < HELD_ROWS / 8; ++n) {
-                float sum[4] = {};
-                score_heads<0>(sum, key, query[n]);
-                if constexpr (IH > 4) score_heads<4>(sum, key, query[n]);
-                const int row = held + n * 8 + 2 * t;
-                float* even = scores + min(row, rows - 1) * stride + first + g;
-                float* odd = scores + min(row + 1, rows - 1) * stride + first + g;
-                even[0] = __fdiv_rn(sum[0], SQRT_ID);
-                odd[0] = __fdiv_rn(sum[1], SQRT_ID);
-                even[8] = __fdiv_rn(sum[2], SQRT_ID);
-                odd[8] = __fdiv_rn(sum[3], SQRT_ID);
+            for (int i = 0; i < 4; ++i) {  // block first + g + 8 i
+                even[8 * i] = __fdiv_rn(sum[i / 2][i % 2 * 2], SQRT_ID);
+                odd[8 * i] = __fdiv_rn(sum[i / 2][i % 2 * 2 + 1], SQRT_ID);
             }
         }
     }
