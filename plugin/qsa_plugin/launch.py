@@ -62,7 +62,8 @@ class Launch:
         self._keep = kernel
         self._kernel = driver.CUkernel(int(kernel.handle))
         self._ok = driver.CUresult.CUDA_SUCCESS
-        self._function(driver, shared_bytes, cluster)
+        self._function = self._prepare(driver, shared_bytes, cluster)
+        self._cluster = cluster
         self._config = driver.CUlaunchConfig()
         self._config.gridDimX = self._config.gridDimY = self._config.gridDimZ = 1
         self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = block, 1, 1
@@ -83,8 +84,8 @@ class Launch:
             self._config.attrs = attributes
         self._config.numAttrs = len(attributes)
 
-    def _function(self, driver: Any, shared_bytes: int, cluster: int) -> None:
-        """Load the kernel into the current context now, and raise its limits."""
+    def _prepare(self, driver: Any, shared_bytes: int, cluster: int) -> Any:
+        """Load the kernel into the current context now, and raise its limits; returns its function."""
         status, function = driver.cuKernelGetFunction(self._kernel)
         if status == self._ok:
             (status,) = driver.cuFuncLoad(function)
@@ -99,6 +100,15 @@ class Launch:
             )
         if status != self._ok:
             raise FailedError(f"a kernel cannot be prepared ({shared_bytes} bytes of shared memory): {status.name}")
+        return function
+
+    def clusters_at_a_time(self) -> int:
+        """Clusters of this launch that the device runs at a time; 0 where it cannot run them."""
+        from cuda.bindings import driver
+
+        self.grid(self._cluster)
+        status, clusters = driver.cuOccupancyMaxActiveClusters(self._function, self._config)
+        return int(clusters) if status == self._ok else 0
 
     def grid(self, x: int, y: int = 1, z: int = 1) -> None:
         """Set the grid; x may reach 2^31 - 1, y and z 65,535."""

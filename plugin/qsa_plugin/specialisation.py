@@ -26,6 +26,13 @@ ARCHES: Mapping[tuple[int, int], str] = {
     (12, 0): "sm_120",
     (12, 1): "sm_121",
 }
+#: Dynamic shared memory a block may have, in KiB, by compute capability; 99 where it is not listed.
+_SHARED_LIMITS = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+
+
+def shared_limit(capability: tuple[int, int]) -> int:
+    """Bytes of dynamic shared memory that a thread block may use."""
+    return _SHARED_LIMITS.get(capability, 99) * 1024
 
 
 def arch_of(compute_capability: tuple[int, int]) -> str:

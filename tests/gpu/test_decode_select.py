@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from qsa_plugin import jit
-from qsa_plugin.decode_runner import LAYOUT, decode_tuning
+from qsa_plugin.decode_plan import LAYOUT, decode_tunings, select_shared
 from qsa_plugin.launch import Launch, ParamBlock
 from qsa_plugin.specialisation import SPECIALISATIONS, arch_of
 from qsa_trt.reference import select_blocks
@@ -26,9 +26,9 @@ def select(scores: NDArray[np.float32]) -> NDArray[np.int32]:
     capability = gpu.compute_capability()
     assert capability is not None
     spec = SPEC.on(arch_of(capability))
-    tuning = decode_tuning("decode_select", spec, capability)
+    tuning = dict(decode_tunings(spec, capability))["decode_select"]
     (kernel,) = jit.kernels("decode_select", spec, ["decode_select"], tuning)
-    launch = Launch(kernel, 1024, 4 * tuning["SELECT_SHARED_KEYS"])
+    launch = Launch(kernel, 1024, select_shared(capability))
     n, stride = len(scores), -(-len(scores) // 4) * 4
     pages = -(-n * SPEC.indexer_compress_ratio // 128)
     table = np.stack([np.arange(pages), np.arange(pages) + pages]).astype(np.int32)[None]
@@ -41,6 +41,7 @@ def select(scores: NDArray[np.float32]) -> NDArray[np.int32]:
     held["scores"].write(scores)
     pointers = [0] * 19
     pointers[5], pointers[13], pointers[14], pointers[15] = (buffer.address for buffer in held.values())
+    pointers[3] = held["live"].address  # context_lengths
     parameters = ParamBlock(LAYOUT)
     parameters.pack(*pointers, 1, pages, pages, pages * 128, stride, 1, 1, 1e-6, 1.0)
     stream = gpu.Stream()

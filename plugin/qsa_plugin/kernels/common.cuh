@@ -118,30 +118,57 @@ __device__ __forceinline__ float warp_inverse_rms(const float (&x)[E], float eps
     return __frsqrt_rn(warp_sum(squares) * (1.f / (E * 32)) + eps);
 }
 
-// Main heads (contract, arithmetic 1): n = h(h(x * inv) * gamma), gamma already folded.
+// Main heads (contract, arithmetic 1): n = h(h(x * inv) * gamma), gamma already folded. gamma: this lane's elements.
+template <int E>
+__device__ __forceinline__ void warp_norm_main(float (&x)[E], const float (&gamma)[E], float eps) {
+    const float inv = warp_inverse_rms(x, eps);
+#pragma unroll
+    for (int e = 0; e < E; ++e) x[e] = h(__fmul_rn(h(__fmul_rn(x[e], inv)), gamma[e]));
+}
 template <int E>
 __device__ __forceinline__ void warp_norm_main(float (&x)[E], const surf_t* gamma, int lane, float eps) {
-    const float inv = warp_inverse_rms(x, eps);
     float g[E];
     load_row(gamma, lane, g);
-#pragma unroll
-    for (int e = 0; e < E; ++e) x[e] = h(__fmul_rn(h(__fmul_rn(x[e], inv)), g[e]));
+    warp_norm_main(x, g, eps);
 }
 
 // Indexer heads and block keys (arithmetic 2 and 3): x * inv * (1 + w), all fp32, no rounding.
 template <int E>
-__device__ __forceinline__ void warp_norm_indexer(float (&x)[E], const surf_t* weight, int lane, float eps) {
+__device__ __forceinline__ void warp_norm_indexer(float (&x)[E], const float (&weight)[E], float eps) {
     const float inv = warp_inverse_rms(x, eps);
+#pragma unroll
+    for (int e = 0; e < E; ++e) x[e] = __fmul_rn(__fmul_rn(x[e], inv), __fadd_rn(1.f, weight[e]));
+}
+template <int E>
+__device__ __forceinline__ void warp_norm_indexer(float (&x)[E], const surf_t* weight, int lane, float eps) {
     float w[E];
     load_row(weight, lane, w);
+    warp_norm_indexer(x, w, eps);
+}
+
+// One position's cosines and sines for this lane's elements; those past ROTARY are not set.
+template <int E>
+struct Rope {
+    float c[E], s[E];
+};
+// cos_sin: the position's row of the table, [ROTARY] = cos | sin.
+template <int E>
+__device__ __forceinline__ void load_rope(Rope<E>& rope, const float* cos_sin, int lane) {
+    constexpr int HALF = ROTARY / 2;
 #pragma unroll
-    for (int e = 0; e < E; ++e) x[e] = __fmul_rn(__fmul_rn(x[e], inv), __fadd_rn(1.f, w[e]));
+    for (int e = 0; e < E; ++e) {
+        const int i = lane * E + e;
+        if (i >= ROTARY) continue;
+        const int j = i < HALF ? i : i - HALF;
+        rope.c[e] = cos_sin[j];
+        rope.s[e] = cos_sin[HALF + j];
+    }
 }
 
 // RoPE on the first ROTARY elements in non-interleaved pairs (i, i + ROTARY/2), no rounding.
-// cos_sin: one position's row of the table, [ROTARY] = cos | sin. buffer: ROTARY floats of shared memory of this warp.
+// buffer: ROTARY floats of shared memory of this warp.
 template <int E>
-__device__ __forceinline__ void warp_rope(float (&x)[E], const float* cos_sin, float* buffer, int lane) {
+__device__ __forceinline__ void warp_rope(float (&x)[E], const Rope<E>& rope, float* buffer, int lane) {
     constexpr int HALF = ROTARY / 2;
     __syncwarp();
 #pragma unroll
@@ -152,12 +179,16 @@ __device__ __forceinline__ void warp_rope(float (&x)[E], const float* cos_sin, f
     for (int e = 0; e < E; ++e) {
         const int i = lane * E + e;
         if (i >= ROTARY) continue;
-        const int j = i < HALF ? i : i - HALF;
-        const float c = cos_sin[j], s = cos_sin[HALF + j];
         // products rounded on their own, as the reference does; no fused multiply-add
-        x[e] = i < HALF ? __fsub_rn(__fmul_rn(x[e], c), __fmul_rn(buffer[i + HALF], s))
-                        : __fadd_rn(__fmul_rn(x[e], c), __fmul_rn(buffer[j], s));
+        x[e] = i < HALF ? __fsub_rn(__fmul_rn(x[e], rope.c[e]), __fmul_rn(buffer[i + HALF], rope.s[e]))
+                        : __fadd_rn(__fmul_rn(x[e], rope.c[e]), __fmul_rn(buffer[i - HALF], rope.s[e]));
     }
+}
+template <int E>
+__device__ __forceinline__ void warp_rope(float (&x)[E], const float* cos_sin, float* buffer, int lane) {
+    Rope<E> rope;
+    load_rope(rope, cos_sin, lane);
+    warp_rope(x, rope, buffer, lane);
 }
 
 // ------------------------------------------------------------------------------------------------ scores

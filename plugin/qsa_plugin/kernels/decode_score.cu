@@ -45,18 +45,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_score(const __gr
     if (early) load_keys(keys, p, v_pages, tile, blocks, g, t);
     grid_dependency_wait();
     grid_dependency_launch();
-    if (!needed || tile >= tiles || p.live[row] == 0) return;
+    if (!needed || tile >= tiles) return;
     if (!early) load_keys(keys, p, v_pages, tile, blocks, g, t);
+    const int live = p.live[row];
 
-    uint4 query[PIECES];  // column g of the mma: indexer head g
+    uint4 query[PIECES];  // column g of the mma: indexer head g; through L1, since every warp of the row reads it
 #pragma unroll
     for (int j = 0; j < PIECES; ++j) query[j] = make_uint4(0, 0, 0, 0);
     if (g < IH) {
         const surf_t* head = p.index_q + (static_cast<int64_t>(row) * IH + g) * ID + 8 * t;
 #pragma unroll
-        for (int j = 0; j < PIECES; ++j) query[j] = __ldcg(reinterpret_cast<const uint4*>(head + 32 * j));
+        for (int j = 0; j < PIECES; ++j) query[j] = *reinterpret_cast<const uint4*>(head + 32 * j);
     }
 
+    if (live == 0) return;
     float* scores = p.scores + static_cast<int64_t>(row) * p.score_stride;
     while (true) {
         Keys next;

@@ -1,58 +1,126 @@
-// Exact selection of the `count` largest of n scores by (score descending, id ascending), by one thread block.
-// Radix select on the sort keys: three passes of 11, 11 and 10 bits find the class of keys that the last place falls in;
-// above it everything is selected, inside it the lowest ids. No candidate buffer, so nothing can overflow.
+// Exact selection of the `count` largest of n scores by (score descending, id ascending), by one block of 1024 threads.
+//   One histogram of 2048 bins of equal width between the smallest and the largest score finds the class that the last
+//   place falls in; its few members are ranked by counting. Where scores crowd in one bin, or are not finite, radix
+//   passes over the bits of the sort keys do the same in three steps. Both are exact; nothing can overflow.
 #pragma once
 
 #include "common.cuh"
 
-constexpr int RADIX_BINS = 2048;
+#ifndef SELECT_QUADS
+#define SELECT_QUADS 4  // quads of scores that a thread holds at most: 4, or 8 where shared memory is larger
+#endif
+constexpr int SELECT_THREADS = 1024;
+constexpr int SELECT_BINS = 2 * SELECT_THREADS;
+constexpr int MAX_CANDIDATES = SELECT_THREADS;    // one a thread
+constexpr int QUAD_PITCH = SELECT_THREADS + 1;    // quads; spreads both the writes and the reads below over all banks
 
 struct SelectScratch {
-    int histogram[RADIX_BINS];
+    int histogram[SELECT_BINS];
+    uint32_t candidate_keys[MAX_CANDIDATES];
+    int candidates;
     int warp_sums[32];
-    int warp_ties[32];
-    uint32_t prefix;  // bits found so far, in place
-    int remaining;    // places left for the class of `prefix`
+    float warp_lowest[32];
+    float warp_highest[32];
+    uint32_t prefix;  // the bin; in the radix passes, the leading bits found so far
+    int remaining;    // places left for the class
     int class_size;
+    int ties;
+    uint32_t last_key;
+    int round_total;
 };
 
-// Where the selection ends: keys with (key >> shift) above `bound` are in; of those equal to it, the first `ties` ids.
+// The scores of one row. They are worked on in rounds of as many as shared memory holds; in a round thread i owns
+// 4 * quads consecutive scores, its word. A row of one round is read from global memory once; of a longer row every
+// sweep reads its words again.
+struct ScoreRow {
+    const float* scores;  // [n], 16-byte aligned
+    float4* shared;       // [SELECT_QUADS * QUAD_PITCH]
+    int n;
+    int quads;            // a power of two
+    __device__ ScoreRow(const float* scores, float4* shared, int n) : scores(scores), shared(shared), n(n), quads(1) {
+        while (quads < SELECT_QUADS && quads * 4 * SELECT_THREADS < n) quads *= 2;
+    }
+    __device__ int round() const { return 4 * quads * SELECT_THREADS; }
+    __device__ int word(int base) const { return base + 4 * quads * threadIdx.x; }
+
+    // Scores i .. i+3; nothing is read past n.
+    __device__ float4 quad(int i) const {
+        if (i + 3 < n) return __ldcg(reinterpret_cast<const float4*>(scores + i));
+        return make_float4(i < n ? scores[i] : 0.f, i + 1 < n ? scores[i + 1] : 0.f, i + 2 < n ? scores[i + 2] : 0.f, 0.f);
+    }
+
+    // Reads a row of one round, coalesced. Ends without a barrier.
+    __device__ void load() const {
+        if (n > round()) return;
+#pragma unroll 2
+        for (int i = 4 * threadIdx.x; i < n; i += 4 * SELECT_THREADS)
+            shared[(i / 4 & (quads - 1)) * QUAD_PITCH + i / 4 / quads] = quad(i);
+    }
+
+    // visit(score, place in the word) for this thread's word of one round.
+    template <class Visit>
+    __device__ void visit_word(int base, const Visit& visit) const {
+        const int first = word(base), here = min(n - first, 4 * quads);
+        const bool one_round = n <= round();
+#pragma unroll 1
+        for (int j = 0; 4 * j < here; ++j) {
+            const float4 four = one_round ? shared[j * QUAD_PITCH + threadIdx.x] : quad(first + 4 * j);
+            visit(four.x, 4 * j);
+            if (4 * j + 1 < here) visit(four.y, 4 * j + 1);
+            if (4 * j + 2 < here) visit(four.z, 4 * j + 2);
+            if (4 * j + 3 < here) visit(four.w, 4 * j + 3);
+        }
+    }
+    template <class Visit>
+    __device__ void visit_all(const Visit& visit) const {
+#pragma unroll 1
+        for (int base = 0; base < n; base += round()) visit_word(base, [&](float score, int) { visit(score); });
+    }
+};
+
+// Where the selection ends: scores above `score` are in, and the first `ties` ids of those equal to it. NaN is lowest.
 struct Threshold {
-    uint32_t bound;
-    int shift;
+    float score;
     int ties;
 };
 
-// One radix pass. Thread i owns bins 2i and 2i+1 counted from the top; needs blockDim.x == RADIX_BINS / 2.
-__device__ inline void pick_bin(SelectScratch& s, int shift) {
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const int high = s.histogram[RADIX_BINS - 1 - 2 * thread], low = s.histogram[RADIX_BINS - 2 - 2 * thread];
-    const int remaining = s.remaining;
-    int inclusive = high + low;
+__device__ __forceinline__ float score_of_key(uint32_t key) {  // inverse of score_key
+    if (key == 0u) return __uint_as_float(0x7fffffffu);
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+// Exclusive sum over the block of one int a thread. Callers have a barrier between two uses.
+__device__ __forceinline__ int block_exclusive_sum(int value, int* warp_sums) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int inclusive = value;
 #pragma unroll
     for (int step = 1; step < 32; step <<= 1) {
         const int other = __shfl_up_sync(0xffffffffu, inclusive, step);
         if (lane >= step) inclusive += other;
     }
-    if (lane == 31) s.warp_sums[warp] = inclusive;
+    if (lane == 31) warp_sums[warp] = inclusive;
     __syncthreads();
-    int before = lane < warp ? s.warp_sums[lane] : 0;
-    before = __reduce_add_sync(0xffffffffu, before);
-    const int above_high = before + inclusive - high - low, above_low = above_high + high;
+    return __reduce_add_sync(0xffffffffu, lane < warp ? warp_sums[lane] : 0) + inclusive - value;
+}
+
+// Finds the bin that holds place `remaining` counted from the top. Thread i owns bins 2i and 2i+1 from the top.
+__device__ inline void pick_bin(SelectScratch& s, int shift) {
+    const int top = SELECT_BINS - 1 - 2 * threadIdx.x;
+    const int high = s.histogram[top], low = s.histogram[top - 1], remaining = s.remaining;
+    const int above_high = block_exclusive_sum(high + low, s.warp_sums), above_low = above_high + high;
     const bool in_high = above_high < remaining && remaining <= above_high + high;
     const bool in_low = above_low < remaining && remaining <= above_low + low;
     if (in_high || in_low) {  // exactly one thread
-        const int bin = RADIX_BINS - 1 - 2 * thread - (in_low ? 1 : 0);
-        s.prefix |= static_cast<uint32_t>(bin) << shift;
+        s.prefix |= static_cast<uint32_t>(in_low ? top - 1 : top) << shift;
         s.remaining = remaining - (in_low ? above_low : above_high);
         s.class_size = in_low ? low : high;
     }
     __syncthreads();
 }
 
-// keys(i) gives the sort key of block i; 0 < count < n; blockDim.x == RADIX_BINS / 2.
-template <class Keys>
-__device__ Threshold find_threshold(const Keys& keys, int n, int count, SelectScratch& s) {
+// Three radix passes over the sort keys, of 11, 11 and 10 bits.
+__device__ inline Threshold radix_threshold(const ScoreRow& row, int count, SelectScratch& s) {
+    __syncthreads();
     if (threadIdx.x == 0) {
         s.prefix = 0;
         s.remaining = count;
@@ -61,74 +129,111 @@ __device__ Threshold find_threshold(const Keys& keys, int n, int count, SelectSc
 #pragma unroll 1
     for (int pass = 0; pass < 3; ++pass) {
         const int bits = pass < 2 ? 11 : 10;
-        for (int i = threadIdx.x; i < RADIX_BINS; i += blockDim.x) s.histogram[i] = 0;
+        for (int i = threadIdx.x; i < SELECT_BINS; i += SELECT_THREADS) s.histogram[i] = 0;
         __syncthreads();
         const uint32_t prefix = s.prefix;
         const int class_shift = shift;
         shift -= bits;
-#pragma unroll 4
-        for (int i = threadIdx.x; i < n; i += blockDim.x) {
-            const uint32_t key = keys(i);
+        row.visit_all([&](float score) {
+            const uint32_t key = score_key(score);
             if (pass == 0 || key >> class_shift == prefix >> class_shift)
                 atomicAdd(&s.histogram[(key >> shift) & ((1 << bits) - 1)], 1);
-        }
+        });
         __syncthreads();
         pick_bin(s, shift);
-        if (s.class_size == s.remaining) break;  // the whole class is selected: its order does not matter
     }
-    return {s.prefix >> shift, shift, s.remaining};
+    return {score_of_key(s.prefix), s.remaining};
 }
 
-// Exclusive sum over the block of one int a thread; `total` gets the sum of all. blockDim.x == 1024.
-__device__ inline int block_exclusive_sum(int value, int* warp_sums, int& total) {
+// 0 < count < n. row.load() was called, and a barrier since.
+__device__ inline Threshold find_threshold(const ScoreRow& row, int count, SelectScratch& s) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int inclusive = value;
+    float lowest = -minus_infinity(), highest = minus_infinity();
+    row.visit_all([&](float score) {  // fminf and fmaxf pass over NaN
+        lowest = fminf(lowest, score);
+        highest = fmaxf(highest, score);
+    });
 #pragma unroll
-    for (int step = 1; step < 32; step <<= 1) {
-        const int other = __shfl_up_sync(0xffffffffu, inclusive, step);
-        if (lane >= step) inclusive += other;
+    for (int step = 16; step > 0; step >>= 1) {
+        lowest = fminf(lowest, __shfl_xor_sync(0xffffffffu, lowest, step));
+        highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
     }
-    __syncthreads();  // the last call's readers are done
-    if (lane == 31) warp_sums[warp] = inclusive;
+    if (lane == 0) {
+        s.warp_lowest[warp] = lowest;
+        s.warp_highest[warp] = highest;
+    }
+    for (int i = threadIdx.x; i < SELECT_BINS; i += SELECT_THREADS) s.histogram[i] = 0;
+    if (threadIdx.x == 0) {
+        s.prefix = 0;
+        s.remaining = count;
+        s.candidates = 0;
+    }
     __syncthreads();
-    const int sum = warp_sums[lane];
-    total = __reduce_add_sync(0xffffffffu, sum);
-    return __reduce_add_sync(0xffffffffu, lane < warp ? sum : 0) + inclusive - value;
+    lowest = s.warp_lowest[lane];
+    highest = s.warp_highest[lane];
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1) {
+        lowest = fminf(lowest, __shfl_xor_sync(0xffffffffu, lowest, step));
+        highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
+    }
+    const float per_unit = (SELECT_BINS - 1) / (highest - lowest);
+    // bins must be finite numbers; a range so small that its inverse is infinite goes the other way too
+    if (!(per_unit > 0.f && per_unit < 1e38f && highest - lowest < 1e38f)) return radix_threshold(row, count, s);
+
+    // A score's bin never falls as the score rises: every step of it is monotone, rounding included. NaN: bin 0.
+    const auto bin_of = [&](float score) { return min(static_cast<int>((score - lowest) * per_unit), SELECT_BINS - 1); };
+    row.visit_all([&](float score) { atomicAdd(&s.histogram[bin_of(score)], 1); });
+    __syncthreads();
+    pick_bin(s, 0);
+    const int class_size = s.class_size;
+    if (class_size > MAX_CANDIDATES) return radix_threshold(row, count, s);
+
+    const int bin = static_cast<int>(s.prefix);
+    row.visit_all([&](float score) {
+        if (bin_of(score) == bin) s.candidate_keys[atomicAdd(&s.candidates, 1)] = score_key(score);
+    });
+    __syncthreads();
+    if (threadIdx.x < class_size) {
+        const uint32_t mine = s.candidate_keys[threadIdx.x];
+        int above = 0, equal = 0;
+        for (int i = 0; i < class_size; ++i) {
+            const uint32_t other = s.candidate_keys[i];
+            above += other > mine;
+            equal += other == mine;
+        }
+        if (above < s.remaining && s.remaining <= above + equal) {  // all that get here write the same
+            s.last_key = mine;
+            s.ties = s.remaining - above;
+        }
+    }
+    __syncthreads();
+    return {score_of_key(s.last_key), s.ties};
 }
 
-// Writes the selected ids, ascending, to `ids`. blockDim.x == 1024. Works on bitmaps: a warp's vote on 32 consecutive
-// keys is one word, and thread i then ranks word i.
-template <class Keys>
-__device__ void write_selected(const Keys& keys, int n, const Threshold& threshold, SelectScratch& s, int* ids) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint32_t* above_words = reinterpret_cast<uint32_t*>(s.histogram);  // [1024]
-    uint32_t* tied_words = above_words + RADIX_BINS / 2;               // [1024]
+// Calls emit(place, id) for the selected ids, places ascending with the ids; ids of a word by the thread that owns it.
+template <class Emit>
+__device__ void emit_selected(const ScoreRow& row, const Threshold& threshold, SelectScratch& s, const Emit& emit) {
+    const bool nan_is_last = threshold.score != threshold.score;
     int places = 0, ties_left = threshold.ties;
-    for (int base = 0; base < n; base += 32 * RADIX_BINS / 2) {
-        const int words = min((n - base + 31) / 32, RADIX_BINS / 2);
-        __syncthreads();  // the histogram, or the words of the round before, have been read
-#pragma unroll 4
-        for (int word = warp; word < words; word += 32) {
-            const int i = base + word * 32 + lane;
-            const uint32_t leading = i < n ? keys(i) >> threshold.shift : 0u;
-            const unsigned above = __ballot_sync(0xffffffffu, i < n && leading > threshold.bound);
-            const unsigned tied = __ballot_sync(0xffffffffu, i < n && leading == threshold.bound);
-            if (lane == 0) {
-                above_words[word] = above;
-                tied_words[word] = tied;
-            }
-        }
-        __syncthreads();
-        const int word = threadIdx.x;
-        uint32_t chosen = word < words ? above_words[word] : 0u;
-        const uint32_t tied = word < words ? tied_words[word] : 0u;
-        int all_tied, all_chosen;
-        int take = ties_left - block_exclusive_sum(__popc(tied), s.warp_ties, all_tied);
+    for (int base = 0; base < row.n; base += row.round()) {
+        uint32_t chosen = 0, tied = 0;
+        row.visit_word(base, [&](float score, int place) {
+            const bool nan = score != score;
+            if (score > threshold.score || (nan_is_last && !nan)) chosen |= 1u << place;
+            if (score == threshold.score || (nan_is_last && nan)) tied |= 1u << place;
+        });
+        const int mine = __popc(chosen) << 16 | __popc(tied);  // at most 32,768 of each in a round
+        const int before = block_exclusive_sum(mine, s.warp_sums);
+        const int tied_before = min(before & 0xffff, ties_left);
+        int place = places + (before >> 16 & 0xffff) + tied_before, take = ties_left - tied_before;
         for (uint32_t rest = tied; rest != 0u && take > 0; rest &= rest - 1, --take) chosen |= rest & -rest;
-        int place = places + block_exclusive_sum(__popc(chosen), s.warp_sums, all_chosen);
         for (uint32_t rest = chosen; rest != 0u; rest &= rest - 1)
-            ids[place++] = base + word * 32 + __ffs(static_cast<int>(rest)) - 1;
-        places += all_chosen;
-        ties_left = max(ties_left - all_tied, 0);
+            emit(place++, row.word(base) + __ffs(static_cast<int>(rest)) - 1);
+        if (base + row.round() >= row.n) return;
+        if (threadIdx.x == SELECT_THREADS - 1) s.round_total = before + mine;
+        __syncthreads();  // warp_sums was read, too
+        const int tied_here = min(s.round_total & 0xffff, ties_left);
+        places += (s.round_total >> 16 & 0xffff) + tied_here;
+        ties_left -= tied_here;
     }
 }

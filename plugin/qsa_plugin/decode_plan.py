@@ -1,0 +1,173 @@
+"""What decode launches, and how large: tile sizes, grids and splits, from shapes and the device's limits alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .contract import Call
+from .specialisation import Specialisation, shared_limit
+from .workspace import PARTIAL_ROWS, layout, partial_tiles, score_stride, visible_blocks
+
+#: The kernel files of the chain; each holds one entry of its own name.
+DECODE_KERNELS = ("decode_append", "decode_score", "decode_select", "decode_attend")
+#: `DecodeParams` of kernels/decode.cuh: 19 pointers, 7 int32, 2 fp32.
+LAYOUT = "19Q7i2f"
+
+APPEND_WARPS = 8  # WARPS of decode_append.cu
+SCORE_TILE = 16  # TILE of decode_score.cu
+SCORE_WARPS = 8
+SCORE_BLOCKS_AN_SM = 2  # that its registers allow
+SELECT_THREADS = 1024
+MAX_SPLITS = 16  # MAX_SPLITS of decode_attend.cu
+#: Costs of decode_attend in tiles: what a block does besides its tiles, and the two kinds of merge.
+_BLOCK_COST, _CLUSTER_MERGE_COST, _WORKSPACE_MERGE_COST, _WORKSPACE_SPLIT_COST = 2.0, 1.0, 2.5, 0.15
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What a plan depends on besides shapes.
+
+    Attributes:
+        capability: compute capability that the kernels may use.
+        sm_count: multiprocessors.
+        clusters: cluster size to the clusters of decode_attend that run at a time; empty where there are none.
+    """
+
+    capability: tuple[int, int]
+    sm_count: int
+    clusters: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Grids, splits and workspace offsets of one decode call.
+
+    Attributes:
+        append_ctas: blocks a row of decode_append.
+        score_ctas: blocks a row of decode_score.
+        score_stride: scores from one row to the next.
+        splits: split-K splits of decode_attend.
+        clustered: whether the splits of a (row, KV head) are one cluster.
+        offsets: of query, index_query, live, scores, blocks, partials, stats, counters in the workspace.
+    """
+
+    append_ctas: int
+    score_ctas: int
+    score_stride: int
+    splits: int
+    clustered: bool
+    offsets: tuple[int, ...]
+
+
+def cluster_sizes(capability: tuple[int, int]) -> tuple[int, ...]:
+    """Cluster sizes to choose from; none below compute capability 9.0."""
+    if capability < (9, 0):
+        return ()
+    return (2, 4, 8, 16) if capability in ((9, 0), (10, 0), (10, 3)) else (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class AttendShape:
+    """Tile sizes of decode_attend: 8 tokens a warp, `stages` tiles in shared memory."""
+
+    warps: int
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        """Threads a block."""
+        return self.warps * 32
+
+    @property
+    def tile(self) -> int:
+        """Tokens a tile."""
+        return self.warps * 8
+
+    def shared_bytes(self, spec: Specialisation, clustered: bool) -> int:
+        """The `Shared` struct of the kernel."""
+        ring = 2 * self.stages * self.tile * spec.head_size * 2
+        query = PARTIAL_ROWS * spec.head_size * 2
+        received = MAX_SPLITS * PARTIAL_ROWS * 8 + max(spec.head_size // 8, MAX_SPLITS) * spec.geometry.group_size * 32
+        prob = PARTIAL_ROWS * (self.tile + 8) * 2
+        stats = (2 * self.warps + MAX_SPLITS) * PARTIAL_ROWS * 4
+        return ring + max(query, received if clustered else 0) + prob + stats + 16
+
+    def tuning(self, spec: Specialisation, clustered: bool) -> dict[str, int]:
+        """The defines of the kernel file."""
+        return {
+            "ATTEND_WARPS": self.warps,
+            "ATTEND_STAGES": self.stages,
+            "ATTEND_CLUSTER": int(clustered),
+            "ATTEND_SHARED": self.shared_bytes(spec, clustered),
+        }
+
+
+def attend_shape(spec: Specialisation, capability: tuple[int, int]) -> AttendShape:
+    """The largest tile and the most stages that shared memory holds; a warp needs 8 value columns of its own."""
+    for warps, stages in ((8, 3), (8, 2), (4, 2)):
+        shape = AttendShape(min(warps, spec.head_size // 8), stages)
+        if shape.shared_bytes(spec, clustered=True) <= shared_limit(capability):
+            return shape
+    raise AssertionError("every head size fits the smallest shared memory")
+
+
+def select_quads(capability: tuple[int, int]) -> int:
+    """Quads of scores a thread that decode_select keeps in shared memory."""
+    return 4 if shared_limit(capability) < 150 * 1024 else 8
+
+
+def select_shared(capability: tuple[int, int]) -> int:
+    """Dynamic shared bytes of decode_select."""
+    return select_quads(capability) * (SELECT_THREADS + 1) * 16
+
+
+def decode_tunings(spec: Specialisation, capability: tuple[int, int]) -> list[tuple[str, dict[str, int]]]:
+    """(kernel, defines) of every cubin that this capability loads; decode_attend comes last, once or twice."""
+    shape = attend_shape(spec, capability)
+    return [
+        ("decode_append", {}),
+        ("decode_score", {}),
+        ("decode_select", {"SELECT_QUADS": select_quads(capability)}),
+        ("decode_attend", shape.tuning(spec, clustered=False)),
+        *([("decode_attend", shape.tuning(spec, clustered=True))] if cluster_sizes(capability) else []),
+    ]
+
+
+def plan_decode(spec: Specialisation, call: Call, limits: DeviceLimits) -> DecodePlan:
+    """The plan of one call."""
+    geometry = spec.geometry
+    score_tiles = math.ceil(max(visible_blocks(geometry, call), 1) / SCORE_TILE)
+    query_heads = geometry.num_q_heads + geometry.indexer_n_heads
+    splits, clustered = _choose_splits(spec, call, limits)
+    offsets = layout(geometry, call).offsets
+    slots = ("query", "index_query", "live", "scores", "blocks", "partials", "stats", "counters")
+    return DecodePlan(
+        append_ctas=1 + math.ceil(query_heads / APPEND_WARPS),
+        score_ctas=max(1, min(SCORE_BLOCKS_AN_SM * limits.sm_count // call.batch, score_tiles)),
+        score_stride=score_stride(geometry, call),
+        splits=splits,
+        clustered=clustered,
+        offsets=tuple(offsets[slot] for slot in slots),
+    )
+
+
+def _choose_splits(spec: Specialisation, call: Call, limits: DeviceLimits) -> tuple[int, bool]:
+    """(splits, clustered) of least cost: rounds over the device times the tiles of a block, and the merge.
+
+    Clusters merge faster, but do not fill a device whose processors are no multiple of the cluster in every group.
+    """
+    geometry = spec.geometry
+    pairs = call.batch * geometry.num_kv_heads
+    tokens = min(geometry.list_width, call.max_kv_len)
+    tiles = math.ceil(tokens / attend_shape(spec, limits.capability).tile)
+    most = min(MAX_SPLITS, tiles, partial_tiles(geometry, call) // pairs)
+    costs: dict[tuple[int, bool], float] = {}
+    for splits in range(1, max(most, 1) + 1):
+        block = math.ceil(tiles / splits) + _BLOCK_COST
+        merge = _WORKSPACE_MERGE_COST + _WORKSPACE_SPLIT_COST * splits if splits > 1 else 0.0
+        costs[splits, False] = math.ceil(pairs * splits / limits.sm_count) * block + merge
+        if at_a_time := limits.clusters.get(splits, 0):
+            costs[splits, True] = math.ceil(pairs / at_a_time) * (block + _CLUSTER_MERGE_COST)
+    return min(costs, key=lambda key: (costs[key], key))
