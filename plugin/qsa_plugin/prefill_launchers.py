@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 from . import jit
 from .contract import Geometry
-from .decode_runner import shared_limit
 from .launch import Launch, ParamBlock
-from .specialisation import Specialisation
+from .specialisation import Specialisation, shared_limit
 from .workspace import BLOCK_TILE, MAX_UNION_ROWS, ROW_TILE, SELECT_WORKERS
 
 _LOG2_E = math.log2(math.e)
