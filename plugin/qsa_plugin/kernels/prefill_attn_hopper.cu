@@ -65,7 +65,11 @@ __device__ __forceinline__ void barrier_wait(uint64_t& barrier, uint32_t parity)
         "r"(parity)
         : "memory");
 }
-// Makes this thread's writes to shared memory, cp.async's included once they are waited for, visible to wgmma.
+// Arrives when all copies that this thread has issued are there.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint64_t& barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+// Between writes to shared memory that this thread has made or waited for, and wgmma's reads of them.
 __device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 template <int COUNT>
 __device__ __forceinline__ void more_registers() {
@@ -139,6 +143,8 @@ __device__ __forceinline__ void load(const AttnParams& p, const Tile& tile, Shar
                     if (lane == r) own_row = tokens;
                 }
                 if (lane < ROWS) shared.masks[step % MASKS][lane][warp] = static_cast<unsigned short>(own_row);
+                __syncwarp();
+                if (lane == 0) barrier_arrive(shared.full[slot]);  // for the masks, which are no copies
             }
 #pragma unroll
             for (int i = 0; i < TOKENS_A_WARP; i += TOKENS_A_COPY) {
@@ -148,16 +154,10 @@ __device__ __forceinline__ void load(const AttnParams& p, const Tile& tile, Shar
                 const surf_t* from = head + static_cast<int64_t>(valid ? source : 0) * (HKV * POOL_WIDTH);
                 cp_async_16(shared.slots[slot] + swizzled(NT, warp * TOKENS_A_WARP + mine, chunk), from, valid);
             }
-            cp_async_commit();
-            // two copies stay in flight; the one before them is handed over
-            cp_async_wait<2>();
-            fence_for_wgmma();
-            if (item >= 2) barrier_arrive(shared.full[(item - 2) % SLOTS]);
+            barrier_arrive_after_copies(shared.full[slot]);
         }
     }
-    cp_async_wait<0>();
-    fence_for_wgmma();
-    for (int late = max(0, item - 2); late < item; ++late) barrier_arrive(shared.full[late % SLOTS]);
+    cp_async_wait<0>();  // no thread leaves before its copies
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -258,6 +258,7 @@ __device__ __forceinline__ void compute(
         const int slot = step * 2 % SLOTS;
         barrier_wait(shared.full[slot], step * 2 / SLOTS & 1);
         const uint64_t keys = slot_operand + slot * (SLOT_BYTES / 16);
+        fence_for_wgmma();
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < D / 16; ++k)
@@ -269,6 +270,7 @@ __device__ __forceinline__ void compute(
         const int slot = step * 2 % SLOTS + 1;
         barrier_wait(shared.full[slot], step * 2 / SLOTS & 1);
         const uint64_t values = slot_operand + slot * (SLOT_BYTES / 16);
+        fence_for_wgmma();
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < NT / 16; ++k) wgmma_rs(result, weights[k], values + k * 16 * 128 / 16);
@@ -358,7 +360,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qsa_prefill_attn(const 
 
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < SLOTS; ++slot) {
-            barrier_init(shared.full[slot], 128);  // every loading thread
+            // every loading thread; with keys come masks, from every loading warp
+            barrier_init(shared.full[slot], !DENSE && slot % 2 == 0 ? 128 + 4 : 128);
             barrier_init(shared.empty[slot], 8);   // every computing warp
         }
     }
