@@ -25,7 +25,7 @@ from .decode_plan import (
     select_shared,
 )
 from .errors import QsaError
-from .launch import Launch, ParamBlock
+from .launch import Launch, ParamBlock, sm_count
 from .specialisation import Specialisation
 
 
@@ -109,7 +109,7 @@ class QsaSparseDecodeRunner:
         if self.launches is None:
             self.launches = launches = self._load()
             at_a_time = {size: launch.clusters_at_a_time() for size, launch in launches.clustered.items()}
-            self._limits = DeviceLimits(self._capability, _sm_count(), at_a_time)
+            self._limits = DeviceLimits(self._capability, sm_count(), at_a_time)
 
     def run(self, params: DecodeParams) -> None:
         """Enqueue the call on its stream: no allocation, synchronisation, module load or host copy.
@@ -185,9 +185,3 @@ class QsaSparseDecodeRunner:
                 for size in cluster_sizes(capability)
             },
         )
-
-
-def _sm_count() -> int:
-    from cuda.core import Device
-
-    return int(Device().properties.multiprocessor_count)

@@ -23,7 +23,8 @@ from .environment import cache_folder
 from .errors import FailedError, MissingPackageError
 from .specialisation import Specialisation
 
-_OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v")
+#: Options of every compilation, part of the cache key.
+_OPTIONS: Mapping[str, Any] = {"std": "c++17", "lineinfo": True, "ptxas_options": ["-v"]}
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
@@ -81,7 +82,7 @@ def unit_source(name: str, defines: Mapping[str, int]) -> str:
 def cache_key(name: str, source: str, arch: str) -> str:
     """Digest of all that the cubin depends on: source, every shared header's bytes, options, target, compiler."""
     digest = hashlib.sha256()
-    for part in (source, arch, *_OPTIONS, ".".join(map(str, nvrtc_version()))):
+    for part in (source, arch, repr(_OPTIONS), ".".join(map(str, nvrtc_version()))):
         digest.update(part.encode() + b"\0")
     for path in [kernel_folder() / f"{name}.cu", *sorted(kernel_folder().glob("*.cuh"))]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -132,10 +133,8 @@ def _compile(name: str, source: str, arch: str) -> Cubin:
     options = ProgramOptions(
         name=f"{name}_unit.cu",
         arch=arch,
-        std="c++17",
-        lineinfo=True,
         include_path=[str(kernel_folder()), _cuda_headers()],
-        ptxas_options=["-v"],
+        **_OPTIONS,
     )
     try:
         code = Program(source, "c++", options).compile("cubin", logs=log).code

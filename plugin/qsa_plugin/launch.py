@@ -124,3 +124,10 @@ class Launch:
         (status,) = self._launch(self._config, self._kernel, parameters.address, 0)
         if status != self._ok:
             raise FailedError(f"a kernel launch failed: {status.name}")
+
+
+def sm_count() -> int:
+    """Multiprocessors of the current device."""
+    from cuda.core import Device
+
+    return int(Device().properties.multiprocessor_count)

@@ -45,7 +45,7 @@ def select(scores: NDArray[np.float32]) -> NDArray[np.int32]:
     parameters = ParamBlock(LAYOUT)
     parameters.pack(*pointers, 1, pages, pages, pages * 128, stride, 1, 1, 1e-6, 1.0)
     stream = gpu.Stream()
-    gpu.check(held["live"]._driver.cuCtxSynchronize())
+    gpu.synchronize()
     launch(stream.handle, parameters)
     stream.synchronize()
     assert all(buffer.intact() for buffer in held.values())

@@ -65,7 +65,7 @@ class DecodeHost:
         """Poison output and workspace, run once, wait, read everything back; checks every canary."""
         self.output.poison()
         self.workspace.poison()
-        gpu.check(self.output._driver.cuCtxSynchronize())
+        gpu.synchronize()
         self.enqueue()
         self.stream.synchronize()
         return self.result()

@@ -49,6 +49,13 @@ def activate() -> None:
     Device(0).set_current()
 
 
+def synchronize() -> None:
+    """Wait for everything on the device."""
+    from cuda.bindings import driver
+
+    check(driver.cuCtxSynchronize())
+
+
 class Buffer:
     """`nbytes` of device memory at a multiple of 256, poisoned, between two canaries; freed with the object."""
 

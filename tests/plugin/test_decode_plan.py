@@ -1,0 +1,73 @@
+"""Plans of decode: functions of shapes and device limits, inside the workspace and the grid limits."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+import pytest
+
+from qsa_plugin import jit
+from qsa_plugin.contract import Call, Mode
+from qsa_plugin.decode_plan import LAYOUT, MAX_SPLITS, DeviceLimits, cluster_sizes, plan_decode
+from qsa_plugin.launch import ParamBlock
+from qsa_plugin.specialisation import SPECIALISATIONS
+from qsa_plugin.workspace import layout, partial_tiles
+
+HOPPER = DeviceLimits((9, 0), 132, {2: 66, 4: 32, 8: 15, 16: 7})
+SMALL = DeviceLimits((8, 6), 28)
+SPEC = SPECIALISATIONS["real-fp16"]
+
+
+def call_of(batch: int, pages: int) -> Call:
+    return Call(Mode.DECODE, batch, 1, batch * pages, pages, pages * 128, 64)
+
+
+@pytest.mark.parametrize("limits", [HOPPER, SMALL])
+@pytest.mark.parametrize("batch", [1, 2, 3, 16, 17, 64, 65, 300, 4096])
+@pytest.mark.parametrize("pages", [1, 16, 17, 1024, 8192])
+def test_splits_fit_workspace_and_device(limits: DeviceLimits, batch: int, pages: int) -> None:
+    for spec in SPECIALISATIONS.values():
+        plan = plan_decode(spec, call_of(batch, pages), limits)
+        pairs = batch * spec.num_kv_heads
+        assert 1 <= plan.splits <= MAX_SPLITS
+        assert plan.splits * pairs <= partial_tiles(spec.geometry, call_of(batch, pages))
+        assert plan.splits == 1 or not plan.clustered or plan.splits in limits.clusters
+        assert plan.score_stride % 4 == 0
+        assert plan.score_ctas >= 1
+        assert pairs * plan.splits < 2**31  # one-dimensional grids
+
+
+def test_a_small_batch_is_split_and_a_large_one_is_not() -> None:
+    assert plan_decode(SPEC, call_of(1, 64), HOPPER).splits == 16
+    assert plan_decode(SPEC, call_of(64, 64), HOPPER).splits == 1
+
+
+def test_one_page_is_never_split_into_more_parts_than_it_has_tiles() -> None:
+    assert plan_decode(SPEC, call_of(1, 1), HOPPER).splits <= 2
+
+
+def test_devices_without_clusters_get_none() -> None:
+    assert cluster_sizes((8, 9)) == ()
+    assert 16 in cluster_sizes((9, 0))
+    assert not any(plan_decode(SPEC, call_of(batch, 64), SMALL).clustered for batch in (1, 4, 16, 64))
+
+
+def test_offsets_are_the_workspaces() -> None:
+    call = call_of(3, 40)
+    offsets = layout(SPEC.geometry, call).offsets
+    assert plan_decode(SPEC, call, HOPPER).offsets == tuple(
+        offsets[slot] for slot in ("query", "index_query", "live", "scores", "blocks", "partials", "stats", "counters")
+    )
+
+
+def test_the_layout_is_the_structs() -> None:
+    """Pointers, then 4-byte fields, as many as `DecodeParams` in decode.cuh has."""
+    source = (jit.kernel_folder() / "decode.cuh").read_text()
+    body = re.search(r"struct DecodeParams \{(.*?)\n\};", source, re.DOTALL)
+    assert body is not None
+    fields = re.findall(r"^\s+(?:const )?(\w+\*?) (\w+);", body[1], re.MULTILINE)
+    codes = "".join("Q" if kind.endswith("*") else {"int": "i", "float": "f"}[kind] for kind, _ in fields)
+    spelled = "".join(code * int(count or 1) for count, code in re.findall(r"(\d*)(\w)", LAYOUT))
+    assert codes == spelled
+    assert ParamBlock(LAYOUT).size == (struct.calcsize("=" + LAYOUT) + 7) // 8 * 8
