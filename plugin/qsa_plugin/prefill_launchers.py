@@ -73,12 +73,20 @@ def attn_tile(spec: Specialisation, dense: bool, portable: bool = False) -> Attn
             "QSA_NT": _TOKENS,
             "QSA_CTAS": ctas,
             "QSA_UNION_ROWS": union,
+            "QSA_UNION_SPLIT": 0,
         },
     )
 
 
 def _hopper_tile(spec: Specialisation, dense: bool, rows_a_group: int) -> AttnTile:
-    defines = {"QSA_DENSE": int(dense), "QSA_ROWS_A_GROUP": rows_a_group}
+    # the union's halves are those of the two warpgroups; the dense variant has none, its rows only need to be legal
+    union = 2 * min(rows_a_group, MAX_UNION_ROWS // 2)
+    defines = {
+        "QSA_DENSE": int(dense),
+        "QSA_ROWS_A_GROUP": rows_a_group,
+        "QSA_UNION_ROWS": union,
+        "QSA_UNION_SPLIT": 1,
+    }
     return AttnTile(
         kernel="prefill_attn_hopper",
         rows=2 * rows_a_group,
@@ -114,14 +122,14 @@ class PrefillLaunchers:
             return Launch(kernel, tile.threads, tile.shared_bytes)
 
         self._plan = load("prefill_plan", "prefill_plan", 128), ParamBlock("5Q4i")
-        self._write = load("prefill_write", "prefill_write", _WARPS * 32), ParamBlock("9Q3if")
+        self._write = load("prefill_write", "prefill_write", 128), ParamBlock("9Q3if")
         self._qprep_rows = load("prefill_qprep", "qprep_rows", _WARPS * 32), ParamBlock("6Q4if")
         self._block_pool = load("prefill_block_pool", "block_pool", _WARPS * 32), ParamBlock("7Q4if")
         self._score_rows_tc = load("prefill_score", "score_rows_tc", _SELECT_THREADS), ParamBlock("6Q6i")
         self._score_rows = load("prefill_score", "score_rows", _SELECT_THREADS), ParamBlock("6Q6i")
         self._select_tiles = load("prefill_select", "select_tiles", _SELECT_THREADS), ParamBlock("7Q6i")
         self._select_rows = load("prefill_select", "select_rows", _SELECT_THREADS), ParamBlock("3Q2i")
-        union_define = {"QSA_UNION_ROWS": self.sparse_tile.rows}
+        union_define = {name: self.sparse_tile.defines[name] for name in ("QSA_UNION_ROWS", "QSA_UNION_SPLIT")}
         self._union = load("prefill_union", "union", 128, union_define), ParamBlock("5Q4i")
         self._expand = load("prefill_gather", "expand", 128), ParamBlock("4Q4i")
         self._gather = load("prefill_gather", "gather", 128), ParamBlock("5Q4i")
@@ -173,7 +181,7 @@ class PrefillLaunchers:
             *(qkv, pool, q_out, page_table, rope, q_gamma, k_gamma, live, past),
             *(batch, seq_len, pages_per_seq, g.rms_norm_eps),
         )
-        launch.grid(math.ceil(batch * seq_len * (g.num_q_heads + 2 * g.num_kv_heads) / _WARPS))
+        launch.grid(batch * seq_len)
         launch(stream, block)
 
     def qprep_rows(
@@ -280,12 +288,12 @@ class PrefillLaunchers:
     def select_rows(self, stream: int, *, scores: int, counts: int, lists: int, rows: int, stride: int) -> None:
         """The K best blocks of rows of `scores` fp32 `[rows, stride]`: `lists` int32 `[rows, K]`, ascending, then -1.
 
-        `counts` int32 `[rows]` says how many scores a row has; nothing past them is looked at. Larger score first, then
-        lower id; -0.0 equals +0.0; NaN is lowest.
+        `counts` int32 `[rows]` says how many scores a row has; nothing past them is looked at. `stride` is a multiple
+        of 4. Larger score first, then lower id; -0.0 equals +0.0; NaN is lowest.
         """
         launch, block = self._select_rows
         block.pack(scores, counts, lists, rows, stride)
-        launch.grid(rows)
+        launch.grid(math.ceil(rows / 8))
         launch(stream, block)
 
     def select_tiles(
@@ -334,8 +342,8 @@ class PrefillLaunchers:
     ) -> None:
         """Merge the lists of each tile of neighbouring sparse rows, and their causal tails.
 
-        `entries` uint32 `[B, tiles, tile rows * (K + 1)]`: block id << 8 | rows of the tile that attend to it,
-        ascending; `counts` int32 `[B, tiles]`.
+        `entries` uint32 `[B, tiles, classes, region]` and `counts` int32 `[B, tiles, 4]` are laid out as in
+        kernels/prefill.cuh; `workspace.union_elements` bounds the size of the former for a sequence.
         """
         launch, block = self._union
         tiles = math.ceil(rows / self.sparse_tile.rows)

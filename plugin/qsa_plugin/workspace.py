@@ -50,10 +50,13 @@ def sparse_rows(geometry: Geometry, call: Call) -> int:
     return max(0, call.seq_len - geometry.list_width)
 
 
-def union_room(geometry: Geometry, call: Call) -> int:
-    """Lists of `budget_blocks + 1` entries that the unions of a sequence's tiles need: one a row, tiles whole."""
+def union_elements(geometry: Geometry, call: Call) -> int:
+    """Entries of the unions of a sequence's tiles (UNION_REGION of kernels/prefill.cuh), however many rows a tile has.
+
+    A tile has at most one and a half lists of `budget_blocks + 1` entries a row, and padding; the last tile is whole.
+    """
     rows = sparse_rows(geometry, call)
-    return rows + MAX_UNION_ROWS if rows else 0
+    return (rows + MAX_UNION_ROWS) * (math.ceil((geometry.budget_blocks + 1) * 1.5) + 64) if rows else 0
 
 
 def score_elements(geometry: Geometry, call: Call) -> int:
@@ -90,8 +93,8 @@ SLOTS: tuple[Slot, ...] = (
     # the rows that selected them, and how many there are
     Slot("rows", _PREFILL, 4, lambda g, c: (2, c.batch)),
     Slot("block_ids", _PREFILL, 4, lambda g, c: (c.batch, sparse_rows(g, c), g.budget_blocks)),
-    Slot("union", _PREFILL, 4, lambda g, c: (c.batch, union_room(g, c), g.budget_blocks + 1)),
-    Slot("union_counts", _PREFILL, 4, lambda g, c: (c.batch, sparse_rows(g, c))),
+    Slot("union", _PREFILL, 4, lambda g, c: (c.batch, union_elements(g, c))),
+    Slot("union_counts", _PREFILL, 4, lambda g, c: (c.batch, sparse_rows(g, c), 4)),
     # int32 length of a row, 0 where nothing is done; int32 (first token, K page, V page, -) of each listed block
     Slot("live", _DECODE, 4, lambda g, c: (c.batch,)),
     Slot("blocks", _DECODE, 4, lambda g, c: (c.batch, g.budget_blocks + 1, 4)),

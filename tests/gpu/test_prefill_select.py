@@ -25,6 +25,7 @@ def launchers():
 
 def select(rows: list[np.ndarray]) -> np.ndarray:
     """Lists `[rows, 512]` of rows of scores; what lies behind a row's scores is NaN."""
+    gpu.activate()
     stride = -(-max(len(row) for row in rows) // 4) * 4
     scores = np.full((len(rows), stride), np.nan, np.float32)
     for row, values in enumerate(rows):

@@ -17,6 +17,7 @@ constexpr int MROWS = WARPS * 16;
 constexpr int ROWS = DENSE ? MROWS / GROUP : UNION_ROWS;
 constexpr int CHUNKS = D / 8;  // 16-byte chunks of a head's row
 static_assert(ROWS >= 1 && ROWS * GROUP <= MROWS, "the heads of a row stay together");
+static_assert(!UNION_SPLIT, "one class of entries");
 static_assert(NT % 16 == 0 && NT % R == 0 && NT % WARPS == 0, "steps hold whole mma tiles and whole blocks");
 
 struct AttnParams {
@@ -26,8 +27,8 @@ struct AttnParams {
     const int* page_table;      // [batch, 2, pages_per_seq]
     const int* live;            // [batch]
     const int* past;            // [batch], or null: 0
-    const uint32_t* entries;    // sparse: [batch, tiles, UNION_ROWS * (BUDGET_BLOCKS + 1)]
-    const int* counts;          // sparse: [batch, tiles]
+    const uint32_t* entries;    // sparse: [batch, tiles, UNION_CLASSES, UNION_REGION], one class
+    const int* counts;          // sparse: [batch, tiles, UNION_COUNTS]
     int seq_len;
     int pages_per_seq;
     int row_begin;              // sparse: tile i starts at row max(first_sparse, row_begin) + i * ROWS; dense: 0
@@ -118,8 +119,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, QSA_CTAS) qsa_prefill_attn
     tile.count = min(ROWS, end - start);
     tile.page_table = p.page_table + static_cast<int64_t>(b) * 2 * p.pages_per_seq;
     const int64_t list = static_cast<int64_t>(b) * p.tiles + index;
-    tile.entries = DENSE ? nullptr : p.entries + list * (UNION_ROWS * (BUDGET_BLOCKS + 1));
-    tile.entry_count = DENSE ? 0 : p.counts[list];
+    tile.entries = DENSE ? nullptr : p.entries + list * UNION_REGION;
+    tile.entry_count = DENSE ? 0 : p.counts[list * UNION_COUNTS];
     const int tokens = DENSE ? tile.position + tile.count : tile.entry_count * R;
     const int steps = (tokens + NT - 1) / NT;
 

@@ -24,6 +24,7 @@ constexpr int MASKS = 4;        // steps whose masks are kept: written at most t
 static_assert(ROWS_A_GROUP * GROUP <= 64, "the heads of a row stay together");
 static_assert(TOKENS_A_WARP == 16 && TOKENS_A_WARP % R == 0, "lanes 0-15 look up keys, lanes 16-31 values");
 static_assert(D % 64 == 0, "whole slabs");
+static_assert(DENSE || (UNION_SPLIT && UNION_ROWS == ROWS && UNION_STEP * R == NT), "a class for each warpgroup");
 
 // as in prefill_attn.cu
 struct AttnParams {
@@ -91,12 +92,24 @@ __device__ __forceinline__ int swizzled(int tokens, int row, int chunk) {
 struct Tile {
     int position;           // of the tile's first row
     int count;              // real rows
-    int steps;
-    int entry_count;
+    int steps;              // of all classes
+    int class_steps[3];     // sparse: steps for both computing warpgroups, for the first alone, for the second alone
     int kv_head;
     const int* page_table;  // [2, pages_per_seq] of the sequence
     const uint32_t* entries;
 };
+
+// Steps come in this order: those for both, then those for one in turns, then what is left of the longer class.
+struct Place {
+    int reader;  // 0: both computing warpgroups, 1 or 2: one of them alone
+    int index;   // in its class
+};
+__device__ __forceinline__ Place place_of(const Tile& tile, int step) {
+    if (DENSE || step < tile.class_steps[0]) return {0, step};
+    const int rest = step - tile.class_steps[0], turns = min(tile.class_steps[1], tile.class_steps[2]);
+    if (rest < 2 * turns) return {1 + rest % 2, rest / 2};
+    return {tile.class_steps[1] > turns ? 1 : 2, rest - turns};
+}
 
 // The loading warpgroup. Lane l of a warp knows one token of the warp's 16 in one plane: lanes 0-15 keys, 16-31 values.
 // Lookups run ahead of the copies (entry two steps, page one), because each waits for the one before.
@@ -109,8 +122,9 @@ __device__ __forceinline__ void load(const AttnParams& p, const Tile& tile, Shar
     const surf_t* head = p.pool + tile.kv_head * POOL_WIDTH + chunk * 8;
 
     auto entry_at = [&](int step) {
-        const int index = (step * NT + own) / R;
-        return !DENSE && index < tile.entry_count ? tile.entries[index] : 0u;  // an empty entry has no members
+        if (DENSE || step >= tile.steps) return 0u;  // an empty entry has no members
+        const Place place = place_of(tile, step);
+        return tile.entries[place.reader * UNION_REGION + place.index * UNION_STEP + own / R];
     };
     auto token_at = [&](int step, uint32_t entry) {
         if (DENSE) return step * NT + own;
@@ -254,6 +268,7 @@ __device__ __forceinline__ void compute(
     float logits[NT / 8][4];
     uint32_t weights[NT / 16][4];
 
+    float correction[2];  // of a row's earlier result
     auto issue_keys = [&](int step) {
         const int slot = step * 2 % SLOTS;
         barrier_wait(shared.full[slot], step * 2 / SLOTS & 1);
@@ -279,6 +294,12 @@ __device__ __forceinline__ void compute(
     auto release = [&](int slot) {
         if (lane == 0) barrier_arrive(shared.empty[slot]);
     };
+    auto rescale_result = [&] {
+#pragma unroll
+        for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) result[n][i] *= correction[i / 2];
+    };
     auto pack = [&] {
 #pragma unroll
         for (int n = 0; n < NT / 8; ++n) {
@@ -286,15 +307,30 @@ __device__ __forceinline__ void compute(
             weights[n / 2][n % 2 * 2 + 1] = pack_surface(logits[n][2], logits[n][3]);
         }
     };
-    float correction[2];
-    issue_keys(0);
-    wgmma_wait<0>();
-    release(0);
-    mask(shared, tile, 0, row_of, quad, logits);
-    softmax(logits, base, row_sum, correction, p.scale_log2);
-    pack();
+    auto is_own = [&](int step) {
+        const int reader = place_of(tile, step).reader;
+        return reader == 0 || reader == 1 + group;
+    };
+    // Hands back the slots of steps that are not for this warpgroup; returns the first that is.
+    auto skip = [&](int step) {
+        for (; step < tile.steps && !is_own(step); ++step)
+            for (int slot = step * 2 % SLOTS, end = slot + 2; slot < end; ++slot) {
+                barrier_wait(shared.full[slot], step * 2 / SLOTS & 1);  // or this would count for the load before
+                release(slot);
+            }
+        return step;
+    };
+    int step = skip(0);
+    if (step < tile.steps) {
+        issue_keys(step);
+        wgmma_wait<0>();
+        release(step * 2 % SLOTS);
+        mask(shared, tile, step, row_of, quad, logits);
+        softmax(logits, base, row_sum, correction, p.scale_log2);
+        pack();
+    }
     // the next step's softmax runs while this step's values are multiplied
-    for (int step = 0; step + 1 < tile.steps; ++step) {
+    while (step + 1 < tile.steps && is_own(step + 1)) {
         issue_keys(step + 1);
         issue_values(step);
         wgmma_wait<1>();
@@ -303,16 +339,24 @@ __device__ __forceinline__ void compute(
         const bool rescale = softmax(logits, base, row_sum, correction, p.scale_log2);
         wgmma_wait<0>();
         release(step * 2 % SLOTS + 1);
-        if (rescale) {
-#pragma unroll
-            for (int n = 0; n < D / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) result[n][i] *= correction[i / 2];
-        }
+        if (rescale) rescale_result();
+        pack();
+        ++step;
+    }
+    // where steps for one warpgroup take turns, the other one's products fill the gaps
+    while (step < tile.steps) {
+        issue_values(step);
+        wgmma_wait<0>();
+        release(step * 2 % SLOTS + 1);
+        step = skip(step + 1);
+        if (step == tile.steps) break;
+        issue_keys(step);
+        wgmma_wait<0>();
+        release(step * 2 % SLOTS);
+        mask(shared, tile, step, row_of, quad, logits);
+        if (softmax(logits, base, row_sum, correction, p.scale_log2)) rescale_result();
         pack();
     }
-    issue_values(tile.steps - 1);
-    wgmma_wait<0>();
 
     float inverse[2];
 #pragma unroll
@@ -354,9 +398,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qsa_prefill_attn(const 
     tile.kv_head = blockIdx.x % HKV;
     tile.page_table = p.page_table + static_cast<int64_t>(b) * 2 * p.pages_per_seq;
     const int64_t list = static_cast<int64_t>(b) * p.tiles + index;
-    tile.entries = DENSE ? nullptr : p.entries + list * (ROWS * (BUDGET_BLOCKS + 1));
-    tile.entry_count = DENSE ? 0 : p.counts[list];
-    tile.steps = ((DENSE ? tile.position + tile.count : tile.entry_count * R) + NT - 1) / NT;
+    tile.entries = DENSE ? nullptr : p.entries + list * (UNION_CLASSES * UNION_REGION);
+    tile.steps = DENSE ? (tile.position + tile.count + NT - 1) / NT : 0;
+#pragma unroll
+    for (int c = 0; c < 3; ++c) {
+        tile.class_steps[c] = DENSE ? 0 : (p.counts[list * UNION_COUNTS + c] + UNION_STEP - 1) / UNION_STEP;
+        tile.steps += tile.class_steps[c];
+    }
 
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < SLOTS; ++slot) {

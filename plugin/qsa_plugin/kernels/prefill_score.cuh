@@ -1,4 +1,5 @@
-// Stage 4 of prefill: scores of ROW_TILE neighbouring rows against all blocks that the last of them sees, on tensor cores.
+// Stage 4 of prefill: scores of ROW_TILE neighbouring rows against all blocks that the last of them sees, on tensor
+// cores. Bit for bit what decode computes: the products of score_mma in its order, the head sum of score_of_quad.
 #pragma once
 
 #include "prefill.cuh"
@@ -7,7 +8,7 @@ constexpr int ROW_TILE = 16;
 constexpr int BLOCK_TILE = 32;  // block keys that a warp scores at a time: two left operands of score_mma
 constexpr int SCORE_THREADS = 256;
 constexpr int SCORE_WARPS = SCORE_THREADS / 32;
-constexpr int SCORE_CTAS = IH > 4 ? 1 : 2;  // an SM, as registers allow
+constexpr int SCORE_CTAS = IH > 4 || (IH == 4 && ID == 128 && __CUDA_ARCH__ < 900) ? 1 : 2;  // an SM, without spills
 constexpr int PIECES = ID / 32;  // 16-byte pieces of a vector in a lane
 constexpr float SQRT_ID = ID == 128 ? 11.3137085f : ID == 64 ? 8.f : 5.65685425f;  // fp32 square root of ID
 // Elements from one row of queries to the next in shared memory: neighbours start half of all banks apart.
@@ -16,10 +17,13 @@ constexpr int QUERY_STRIDE = IH * ID + (IH * ID % 64 == 0 ? 32 : 0);
 // relu that lets NaN pass
 __device__ __forceinline__ float relu(float x) { return x < 0.f ? 0.f : x; }
 
+// Left operands of BLOCK_TILE keys, as score_mma makes them, made once: [16 keys][piece][two products].
+typedef uint32_t Keys[2][PIECES][2][4];
+
 // relu(dot) of heads FIRST and FIRST + 1 summed, for BLOCK_TILE keys and 8 rows; heads that do not exist add nothing.
 // query: this lane's first piece.
 template <int FIRST>
-__device__ __forceinline__ void score_pair(float (&sum)[2][4], const uint4 (&key)[4][PIECES], const surf_t* query) {
+__device__ __forceinline__ void score_pair(float (&sum)[2][4], const Keys& keys, const surf_t* query) {
     constexpr int HEADS = IH - FIRST < 2 ? IH - FIRST : 2;
     if constexpr (HEADS <= 0) {
 #pragma unroll
@@ -32,8 +36,10 @@ __device__ __forceinline__ void score_pair(float (&sum)[2][4], const uint4 (&key
             for (int head = 0; head < HEADS; ++head) {
                 const uint4 piece = *reinterpret_cast<const uint4*>(query + (FIRST + head) * ID + 32 * j);
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    score_mma(dot[head][half], key[2 * half][j], key[2 * half + 1][j], piece);
+                for (int half = 0; half < 2; ++half) {
+                    mma_16816(dot[head][half], keys[half][j][0], piece.x, piece.y);
+                    mma_16816(dot[head][half], keys[half][j][1], piece.z, piece.w);
+                }
             }
 #pragma unroll
         for (int i = 0; i < 8; ++i)
@@ -43,10 +49,10 @@ __device__ __forceinline__ void score_pair(float (&sum)[2][4], const uint4 (&key
 
 // The head sum as score_of_quad forms it: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
 template <int FIRST>
-__device__ __forceinline__ void score_four(float (&sum)[2][4], const uint4 (&key)[4][PIECES], const surf_t* query) {
+__device__ __forceinline__ void score_four(float (&sum)[2][4], const Keys& keys, const surf_t* query) {
     float other[2][4];
-    score_pair<FIRST>(sum, key, query);
-    score_pair<FIRST + 2>(other, key, query);
+    score_pair<FIRST>(sum, keys, query);
+    score_pair<FIRST + 2>(other, keys, query);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] += other[i / 4][i % 4];
 }
@@ -74,22 +80,28 @@ __device__ __forceinline__ void score_tile(
     __syncthreads();
 #pragma unroll 1
     for (int first = warp * BLOCK_TILE; first < blocks; first += SCORE_WARPS * BLOCK_TILE) {
-        uint4 key[4][PIECES];  // of blocks first + g, + 8, + 16, + 24
+        Keys keys;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 4; ++i) {  // this lane's pieces of block first + g + 8 i
             const int block = min(first + i * 8 + g, blocks - 1);
             const surf_t* from = block_key(pool, page_table, pages_per_seq, b, block) + 8 * t;
 #pragma unroll
-            for (int j = 0; j < PIECES; ++j) key[i][j] = *reinterpret_cast<const uint4*>(from + 32 * j);
+            for (int j = 0; j < PIECES; ++j) {
+                const uint4 piece = *reinterpret_cast<const uint4*>(from + 32 * j);
+                keys[i / 2][j][0][i % 2] = piece.x;
+                keys[i / 2][j][0][i % 2 + 2] = piece.y;
+                keys[i / 2][j][1][i % 2] = piece.z;
+                keys[i / 2][j][1][i % 2 + 2] = piece.w;
+            }
         }
 #pragma unroll 1  // both at once would not fit the registers
         for (int n = 0; n < ROW_TILE; n += 8) {
             float sum[2][4];
             const surf_t* query = staged + (n + g) * QUERY_STRIDE + 8 * t;
-            score_four<0>(sum, key, query);
+            score_four<0>(sum, keys, query);
             if constexpr (IH > 4) {
                 float other[2][4];
-                score_four<4>(other, key, query);
+                score_four<4>(other, keys, query);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] += other[i / 4][i % 4];
             }

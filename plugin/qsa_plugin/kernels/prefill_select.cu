@@ -5,7 +5,8 @@
 #include "prefill_score.cuh"
 #include "prefill_select.cuh"
 
-static_assert(SELECT_THREADS == SCORE_THREADS, "one CTA does both");
+constexpr int THREADS = SCORE_THREADS;
+constexpr int WARPS = SCORE_WARPS;
 
 struct SelectTilesParams {
     const surf_t* queries;   // [batch, rows, IH, ID], as qprep_rows stores them
@@ -23,55 +24,30 @@ struct SelectTilesParams {
     int stride;              // a multiple of BLOCK_TILE, at least the blocks of the longest row
 };
 
-// ROW_TILE rows of one sequence.
-struct RowTile {
-    Sequence sequence;
-    int b, row, rows;  // row: the first, counted in the range; rows: real ones, <= 0 if there is nothing to do
-    int64_t base;      // of the first row in `queries` and `lists`
-    int position;      // of the first row
-};
-
-__device__ __forceinline__ RowTile row_tile(const SelectTilesParams& p, int index) {
-    const int tiles = (p.rows + ROW_TILE - 1) / ROW_TILE;
-    RowTile tile;
-    tile.b = index / tiles;
-    tile.sequence = sequence_of(p.live, p.past, tile.b, p.seq_len);
-    tile.row = index % tiles * ROW_TILE;
-    tile.rows = min(min(ROW_TILE, p.rows - tile.row), tile.sequence.live - p.row_begin - tile.row);
-    if (p.row_begin + tile.row + tile.rows <= tile.sequence.first_sparse) tile.rows = 0;
-    tile.base = static_cast<int64_t>(tile.b) * p.rows + tile.row;
-    tile.position = tile.sequence.past + p.row_begin + tile.row;
-    return tile;
-}
-
-__device__ __forceinline__ void score_half(const SelectTilesParams& p, int index, surf_t* staged) {
-    const RowTile tile = row_tile(p, index);
-    if (tile.rows <= 0) return;
-    score_tile(p.queries + tile.base * IH * ID, tile.rows, p.pool, p.page_table, p.pages_per_seq, tile.b,
-               visible_blocks(tile.position + tile.rows - 1),
-               staged, p.scratch + static_cast<int64_t>(blockIdx.x) * ROW_TILE * p.stride, p.stride);
-}
-
-__device__ __forceinline__ void select_half(const SelectTilesParams& p, int index, SelectShared& shared) {
-    const RowTile tile = row_tile(p, index);
-    const float* scratch = p.scratch + static_cast<int64_t>(blockIdx.x) * ROW_TILE * p.stride;
-    for (int r = 0; r < tile.rows; ++r) {
-        if (p.row_begin + tile.row + r < tile.sequence.first_sparse) continue;
-        select_row(scratch + static_cast<int64_t>(r) * p.stride, visible_blocks(tile.position + r),
-                   p.lists + (tile.base + r) * BUDGET_BLOCKS, shared);
-        __syncthreads();
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS, SCORE_CTAS) qsa_select_tiles(
+extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_select_tiles(
     const __grid_constant__ SelectTilesParams p) {
-    __shared__ SelectShared shared;
-    __shared__ alignas(16) surf_t queries[ROW_TILE * QUERY_STRIDE];
-    const int tiles = p.batch * ((p.rows + ROW_TILE - 1) / ROW_TILE);
-    for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
-        score_half(p, index, queries);
+    __shared__ union {
+        alignas(16) surf_t queries[ROW_TILE * QUERY_STRIDE];
+        alignas(16) uint32_t histogram[WARPS][BINS];
+    } shared;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int tiles = (p.rows + ROW_TILE - 1) / ROW_TILE;
+    float* scratch = p.scratch + static_cast<int64_t>(blockIdx.x) * ROW_TILE * p.stride;
+    for (int tile = blockIdx.x; tile < p.batch * tiles; tile += gridDim.x) {
+        const int b = tile / tiles, row = tile % tiles * ROW_TILE;  // the tile's first row, counted in the range
+        const Sequence sequence = sequence_of(p.live, p.past, b, p.seq_len);
+        const int rows = min(min(ROW_TILE, p.rows - row), sequence.live - p.row_begin - row);
+        if (rows <= 0 || p.row_begin + row + rows <= sequence.first_sparse) continue;
+        const int position = sequence.past + p.row_begin + row;
+        const int64_t base = static_cast<int64_t>(b) * p.rows + row;
+        score_tile(p.queries + base * IH * ID, rows, p.pool, p.page_table, p.pages_per_seq, b,
+                   visible_blocks(position + rows - 1), shared.queries, scratch, p.stride);
         __syncthreads();
-        select_half(p, index, shared);
+#pragma unroll 1
+        for (int r = warp; r < rows; r += WARPS)
+            if (p.row_begin + row + r >= sequence.first_sparse)
+                select_row(scratch + static_cast<int64_t>(r) * p.stride, visible_blocks(position + r),
+                           shared.histogram[warp], p.lists + (base + r) * BUDGET_BLOCKS, lane);
         __syncthreads();
     }
 }
@@ -81,12 +57,14 @@ struct SelectRowsParams {
     const int* counts;       // [rows], visible blocks
     int* lists;              // [rows, BUDGET_BLOCKS] out
     int rows;
-    int stride;
+    int stride;              // a multiple of 4
 };
 
-// One CTA a row.
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS) qsa_select_rows(const __grid_constant__ SelectRowsParams p) {
-    __shared__ SelectShared shared;
-    const int64_t row = blockIdx.x;
-    select_row(p.scores + row * p.stride, p.counts[row], p.lists + row * BUDGET_BLOCKS, shared);
+// One warp a row.
+extern "C" __global__ void __launch_bounds__(THREADS) qsa_select_rows(const __grid_constant__ SelectRowsParams p) {
+    __shared__ alignas(16) uint32_t histogram[WARPS][BINS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * WARPS + warp;
+    if (row < p.rows)
+        select_row(p.scores + row * p.stride, p.counts[row], histogram[warp], p.lists + row * BUDGET_BLOCKS, lane);
 }

@@ -7,9 +7,8 @@ struct UnionParams {
     const int* lists;        // [batch, rows, BUDGET_BLOCKS], ascending
     const int* live;         // [batch]
     const int* past;         // [batch], or null: 0
-    uint32_t* entries;       // [batch, tiles, UNION_ROWS * (BUDGET_BLOCKS + 1)] out: block << MEMBER_BITS | rows,
-                             // ascending
-    int* counts;             // [batch, tiles] out
+    uint32_t* entries;       // [batch, tiles, UNION_CLASSES, UNION_REGION] out
+    int* counts;             // [batch, tiles, UNION_COUNTS] out
     int seq_len;
     int row_begin;           // first row of the range of `lists`
     int rows;
@@ -22,14 +21,14 @@ constexpr int WORDS = WINDOW / 32;
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) qsa_union(const __grid_constant__ UnionParams p) {
     __shared__ uint32_t bits[UNION_ROWS][WORDS];
-    __shared__ int warp_totals[WARPS];
+    __shared__ int warp_totals[WARPS][UNION_CLASSES];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int b = blockIdx.x / p.tiles, tile = blockIdx.x % p.tiles;
     const Sequence sequence = sequence_of(p.live, p.past, b, p.seq_len);
     const int start = max(sequence.first_sparse, p.row_begin) + tile * UNION_ROWS;
     const int end = min(min(start + UNION_ROWS, sequence.live), p.row_begin + p.rows);
-    uint32_t* out = p.entries + static_cast<int64_t>(blockIdx.x) * (UNION_ROWS * (BUDGET_BLOCKS + 1));
-    int total = 0;
+    uint32_t* out = p.entries + static_cast<int64_t>(blockIdx.x) * (UNION_CLASSES * UNION_REGION);
+    int totals[UNION_CLASSES] = {};
     int cursor[(UNION_ROWS + WARPS - 1) / WARPS] = {};  // of the rows of this warp
     const int last_block = end > start ? (sequence.past + end - 1) / R : -1;
     for (int window = 0; window <= last_block; window += WINDOW) {
@@ -53,40 +52,62 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) qsa_union(const __grid_
                 atomicOr(&bits[r][tail / 32], 1u << tail % 32);
         }
         __syncthreads();
-        uint32_t any[2];
+        // this thread's two words of 32 blocks, parted by class
+        uint32_t words[UNION_CLASSES][2];
+        int before[UNION_CLASSES];  // entries of the window in front of this thread's
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            any[i] = 0;
+            uint32_t halves[2] = {};
 #pragma unroll
-            for (int r = 0; r < UNION_ROWS; ++r) any[i] |= bits[r][threadIdx.x * 2 + i];
+            for (int r = 0; r < UNION_ROWS; ++r)
+                halves[UNION_SPLIT && r >= UNION_ROWS / 2] |= bits[r][threadIdx.x * 2 + i];
+            if constexpr (UNION_SPLIT) {
+                words[0][i] = halves[0] & halves[1];
+                words[1][i] = halves[0] & ~halves[1];
+                words[2][i] = halves[1] & ~halves[0];
+            } else {
+                words[0][i] = halves[0];
+            }
         }
-        const int own = __popc(any[0]) + __popc(any[1]);
-        int prefix = own;
 #pragma unroll
-        for (int step = 1; step < 32; step <<= 1) {
-            const int other = __shfl_up_sync(0xffffffffu, prefix, step);
-            if (lane >= step) prefix += other;
+        for (int c = 0; c < UNION_CLASSES; ++c) {
+            const int own = __popc(words[c][0]) + __popc(words[c][1]);
+            int prefix = own;
+#pragma unroll
+            for (int step = 1; step < 32; step <<= 1) {
+                const int other = __shfl_up_sync(0xffffffffu, prefix, step);
+                if (lane >= step) prefix += other;
+            }
+            if (lane == 31) warp_totals[warp][c] = prefix;
+            before[c] = prefix - own;
         }
-        if (lane == 31) warp_totals[warp] = prefix;
         __syncthreads();
-        int at = total + prefix - own;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            if (w < warp) at += warp_totals[w];
-            total += warp_totals[w];
-        }
+        for (int c = 0; c < UNION_CLASSES; ++c) {
+            int at = totals[c] + before[c];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int word = threadIdx.x * 2 + i;
-            for (uint32_t left = any[i]; left != 0; left &= left - 1) {
-                const int bit = __ffs(left) - 1;
-                uint32_t members = 0;
+            for (int w = 0; w < WARPS; ++w) {
+                if (w < warp) at += warp_totals[w][c];
+                totals[c] += warp_totals[w][c];
+            }
 #pragma unroll
-                for (int r = 0; r < UNION_ROWS; ++r) members |= (bits[r][word] >> bit & 1u) << r;
-                out[at++] = static_cast<uint32_t>(window + word * 32 + bit) << MEMBER_BITS | members;
+            for (int i = 0; i < 2; ++i) {
+                const int word = threadIdx.x * 2 + i;
+                for (uint32_t left = words[c][i]; left != 0; left &= left - 1) {
+                    const int bit = __ffs(left) - 1;
+                    uint32_t members = 0;
+#pragma unroll
+                    for (int r = 0; r < UNION_ROWS; ++r) members |= (bits[r][word] >> bit & 1u) << r;
+                    out[c * UNION_REGION + at++] = static_cast<uint32_t>(window + word * 32 + bit) << MEMBER_BITS | members;
+                }
             }
         }
         __syncthreads();
     }
-    if (threadIdx.x == 0) p.counts[blockIdx.x] = total;
+#pragma unroll
+    for (int c = 0; c < UNION_CLASSES; ++c) {
+        const int padding = (UNION_STEP - totals[c] % UNION_STEP) % UNION_STEP;
+        if (threadIdx.x < padding) out[c * UNION_REGION + totals[c] + threadIdx.x] = 0;
+        if (threadIdx.x == 0) p.counts[blockIdx.x * UNION_COUNTS + c] = totals[c];
+    }
 }

@@ -1,6 +1,7 @@
 // Stage 1 of prefill: RMSNorm and RoPE of main queries and keys, and the paged write of keys and values.
-// One warp a head of a token. Query heads of padding rows become zeros: that is their final output, because the
-// attention kernel reads its queries where it will store its result, and skips padding.
+// One CTA a token, its heads dealt to the warps; a warp loads AT_ONCE heads before it computes the first. Query heads of
+// padding rows become zeros: that is their final output, because the attention kernel reads its queries where it will
+// store its result, and skips padding.
 #include "prefill.cuh"
 
 struct WriteParams {
@@ -19,40 +20,54 @@ struct WriteParams {
     float eps;
 };
 
-constexpr int WARPS = 8;
+constexpr int WARPS = 4;
 constexpr int E = D / 32;
 constexpr int HEADS = HQ + 2 * HKV;
+constexpr int AT_ONCE = 2;
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) qsa_prefill_write(const __grid_constant__ WriteParams p) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 6) qsa_prefill_write(const __grid_constant__ WriteParams p) {
     __shared__ float buffer[WARPS][ROTARY];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t index = static_cast<int64_t>(blockIdx.x) * WARPS + warp;  // (token, head)
-    const int64_t token = index / HEADS;
-    const int head = static_cast<int>(index % HEADS);
-    if (token >= static_cast<int64_t>(p.batch) * p.seq_len) return;
-    const int b = static_cast<int>(token / p.seq_len), s = static_cast<int>(token % p.seq_len);
+    const int64_t token = blockIdx.x;
+    const int b = blockIdx.x / p.seq_len, s = blockIdx.x % p.seq_len;
     const Sequence sequence = sequence_of(p.live, p.past, b, p.seq_len);
-    const bool is_query = head < HQ, is_value = head >= HQ + HKV;
-    surf_t* q_row = p.q_out + (token * HQ + head) * D;
-    float x[E];
+    surf_t* queries = p.q_out + token * HQ * D;
     if (s >= sequence.live) {
-        if (!is_query) return;
-#pragma unroll
-        for (int e = 0; e < E; ++e) x[e] = 0.f;
-        store_row(q_row, lane, x);
+        const float zeros[E] = {};
+        for (int head = warp; head < HQ; head += WARPS) store_row(queries + head * D, lane, zeros);
         return;
     }
     const int t = sequence.past + s;
-    load_row(p.qkv + token * QKV_WIDTH + head * D, lane, x);
-    if (!is_value) {
-        warp_norm_main(x, is_query ? p.q_gamma : p.k_gamma, lane, p.eps);
-        warp_rope(x, p.rope + static_cast<int64_t>(t) * ROTARY, buffer[warp], lane);
+    Rope<E> rope;
+    load_rope(rope, p.rope + static_cast<int64_t>(t) * ROTARY, lane);
+    float q_gamma[E], k_gamma[E];
+    load_row(p.q_gamma, lane, q_gamma);
+    load_row(p.k_gamma, lane, k_gamma);
+    const surf_t* row = p.qkv + token * QKV_WIDTH;
+    surf_t* kv_rows[2];  // of KV head 0, in both planes
+#pragma unroll
+    for (int plane = 0; plane < 2; ++plane)
+        kv_rows[plane] =
+            p.pool + pool_offset(page_of(p.page_table, p.pages_per_seq, b, plane, t), t % PAGE, 0);
+#pragma unroll 1
+    for (int first = warp; first < HEADS; first += WARPS * AT_ONCE) {
+        float x[AT_ONCE][E];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (first + i * WARPS < HEADS) load_row(row + (first + i * WARPS) * D, lane, x[i]);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int head = first + i * WARPS;
+            if (head >= HEADS) break;
+            if (head < HQ + HKV) {
+                if (head < HQ) warp_norm_main(x[i], q_gamma, p.eps);
+                else warp_norm_main(x[i], k_gamma, p.eps);
+                warp_rope(x[i], rope, buffer[warp], lane);
+            }
+            surf_t* out = head < HQ         ? queries + head * D
+                          : head < HQ + HKV ? kv_rows[0] + (head - HQ) * POOL_WIDTH
+                                            : kv_rows[1] + (head - HQ - HKV) * POOL_WIDTH;
+            store_row(out, lane, x[i]);
+        }
     }
-    if (is_query) {
-        store_row(q_row, lane, x);
-        return;
-    }
-    const int kv_head = is_value ? head - HQ - HKV : head - HQ;
-    const int page = page_of(p.page_table, p.pages_per_seq, b, is_value, t);
-    store_row(p.pool + pool_offset(page, t % PAGE, kv_head), lane, x);
 }
