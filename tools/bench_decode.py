@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from qsa_plugin.contract import Call, Geometry, Mode
-from qsa_plugin.decode_runner import DECODE_KERNELS, DecodeParams, QsaSparseDecodeRunner
+from qsa_plugin.decode_runner import DecodeParams, QsaSparseDecodeRunner
+from qsa_plugin.launch import Launch
 from qsa_plugin.specialisation import Specialisation, arch_of
 from qsa_plugin.workspace import layout
 
 GEOMETRY = Geometry(24, 2, 256, 4, 128, 2048, 4)
 STEPS = 20
-CASES = [(b, ctx) for b in (1, 16, 64) for ctx in (2048, 8192, 32768, 131072)]
+CASES: list[tuple[int, int]] = [(b, ctx) for b in (1, 16, 64) for ctx in (2048, 8192, 32768, 131072)]
 #: Targets of the whole enqueue in us.
 TARGETS = {(1, 2048): 9, (1, 8192): 11, (1, 32768): 12, (1, 131072): 15, (16, 8192): 34, (16, 32768): 38,
            (16, 131072): 65, (64, 8192): 80, (64, 32768): 108, (64, 131072): 205}  # fmt: skip
@@ -28,6 +29,7 @@ class Bench:
     """One pool for the largest case; smaller cases use its front."""
 
     def __init__(self, surface: str) -> None:
+        torch.zeros(1, device="cuda")  # makes a context current
         spec = Specialisation.of(GEOMETRY, surface, 64, arch_of(torch.cuda.get_device_capability()))
         self.runner = QsaSparseDecodeRunner(spec, GEOMETRY)
         self.runner.preflight()
@@ -85,61 +87,73 @@ class Bench:
         return statistics.median(times), max(times) - min(times)
 
 
-def main(out: Path) -> None:
-    """Run every case."""
+def profile() -> None:
+    """One step of B=64, ctx 32768, for a profiler."""
+    CASES[:] = [(64, 32768)]
     bench = Bench("float16")
-    results = []
-    for batch, ctx in CASES:
-        params, held = bench.params(batch, ctx)
-        run = bench.runner.run
-        run(params)
-        whole, spread = bench.microseconds(lambda: run(params))
-        stages = {}
-        for name, launch in zip(DECODE_KERNELS, bench.runner._launches, strict=True):
-            if name == "decode_append":
-                continue
-            if name == "decode_score" and ctx <= 2048:
-                continue
-            if name == "decode_attend":  # a merge needs fresh counters: time it with kernel 1 and take the difference
-                append = bench.runner._launches[0]
-
-                def both(append=append, launch=launch):
-                    append(params.stream, bench.runner._parameters)
-                    launch(params.stream, bench.runner._parameters)
-
-                stages["decode_append"] = bench.microseconds(
-                    lambda append=append: append(params.stream, bench.runner._parameters)
-                )[0]
-                stages[name] = bench.microseconds(both)[0] - stages["decode_append"]
-            else:
-                stages[name] = bench.microseconds(
-                    lambda launch=launch: launch(params.stream, bench.runner._parameters)
-                )[0]
-        target = TARGETS.get((batch, ctx))
-        results.append(
-            {"batch": batch, "ctx": ctx, "us": whole, "spread_us": spread, "target_us": target, "stages": stages}
-        )
-        print(
-            f"B={batch} ctx={ctx}: {whole:.1f} us (+-{spread:.1f}), target {target}",
-            {k: round(v, 1) for k, v in stages.items()},
-        )
-        del held
-    params, held = bench.params(1, 8192, 131072 * 8)
+    params, held = bench.params(64, 32768)
     bench.runner.run(params)
-    wide = bench.microseconds(lambda: bench.runner.run(params))[0]
-    print(f"B=1 ctx=8192 in tables for 1M tokens: {wide:.1f} us")
-    params, held = bench.params(1, 8192)
     torch.cuda.synchronize()
-    host = []
+    del held
+
+
+def measure(bench: Bench, batch: int, ctx: int) -> dict[str, object]:
+    """Whole enqueue and stages of one case."""
+    params, held = bench.params(batch, ctx)
+    runner, stream = bench.runner, params.stream
+    runner.run(params)
+    whole, spread = bench.microseconds(lambda: runner.run(params))
+    launches, plan = runner.prepare(params), runner.plan(params.call)
+    attend = launches.clustered[plan.splits] if plan.clustered else launches.attend
+
+    def stage(*chain: Launch) -> float:
+        return bench.microseconds(lambda: [kernel(stream, runner.parameters) for kernel in chain])[0]
+
+    stages = {"append": stage(launches.append), "select": stage(launches.select)}
+    if ctx > GEOMETRY.indexer_budget:
+        stages["score"] = stage(launches.score)
+    # a merge needs fresh counters: time attend behind append and take the difference
+    stages["attend"] = stage(launches.append, attend) - stages["append"]
+    del held
+    split = f"{plan.splits} {'clustered' if plan.clustered else 'in the workspace'}"
+    target = TARGETS.get((batch, ctx))
+    print(f"B={batch} ctx={ctx}: {whole:.1f} us (+-{spread:.1f}), target {target}; splits {split};", stages)
+    return {"batch": batch, "ctx": ctx, "us": whole, "spread_us": spread, "target_us": target, "splits": split,
+            "stages_us": stages}  # fmt: skip
+
+
+def host_time(bench: Bench) -> float:
+    """Median time of one enqueue on the host, in us, outside a graph."""
+    params, held = bench.params(1, 8192)
+    bench.runner.run(params)
+    torch.cuda.synchronize()
+    times = []
     for _ in range(300):
         start = time.perf_counter()
         bench.runner.run(params)
-        host.append((time.perf_counter() - start) * 1e6)
+        times.append((time.perf_counter() - start) * 1e6)
     torch.cuda.synchronize()
-    print(f"host: {statistics.median(host):.1f} us an enqueue")
-    out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "results": results, "wide_us": wide,
-                               "host_us": statistics.median(host)}, indent=1))  # fmt: skip
+    del held
+    return statistics.median(times)
+
+
+def main(out: Path) -> None:
+    """Run every case."""
+    bench = Bench("float16")
+    results = [measure(bench, batch, ctx) for batch, ctx in CASES]
+    params, held = bench.params(1, 8192, 131072 * 8)
+    bench.runner.run(params)
+    wide = bench.microseconds(lambda: bench.runner.run(params))[0]
+    del held
+    host = host_time(bench)
+    print(f"B=1 ctx=8192 in tables for 1M tokens: {wide:.1f} us; host: {host:.1f} us an enqueue")
+    record = {"device": torch.cuda.get_device_name(), "steps_a_graph": STEPS, "results": results, "wide_us": wide,
+              "host_us": host}  # fmt: skip
+    out.write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if len(sys.argv) > 1:
+        main(Path(sys.argv[1]))
+    else:
+        profile()

@@ -133,6 +133,19 @@ def test_a_graph_replays_with_other_lengths() -> None:
         assert np.array_equal(eager.pool.view(np.uint16), replayed.pool.view(np.uint16))
 
 
+def test_a_thousand_replays_are_equal() -> None:
+    """Kind 25. Neither length completes a block, so a step overwrites its own pool rows with the same values."""
+    _, host = host_of("real-fp16", [6001, 33])
+    first = host.run()
+    graph = host.stream.capture(host.enqueue)
+    for _ in range(1000):
+        graph.launch()
+    host.stream.synchronize()
+    last = host.result()
+    assert np.array_equal(first.output.view(np.uint16), last.output.view(np.uint16))
+    assert np.array_equal(first.pool.view(np.uint16), last.pool.view(np.uint16))
+
+
 def test_forbidden_device_values_store_zeros_and_write_nothing() -> None:
     """Kind 17: too long for the page table or the rope table, negative, live page ids out of range."""
     spec, host = host_of("group-1", [300, 200, 100, 50, 290, 299], max_positions=299)

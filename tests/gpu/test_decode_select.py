@@ -17,7 +17,7 @@ from tests.support.requirements import needs_gpu
 pytestmark = needs_gpu
 SPEC = SPECIALISATIONS["real-fp16"]
 BUDGET = SPEC.geometry.budget_blocks
-SIZES = [513, 2048, 16_448, 30_938, 32_768, 32_769, 65_504, 262_144]
+SIZES = [513, 2048, 4097, 16_448, 30_938, 32_768, 32_769, 65_504, 262_144]
 
 
 def select(scores: NDArray[np.float32]) -> NDArray[np.int32]:
@@ -72,6 +72,8 @@ def spread(n: int, kind: str) -> NDArray[np.float32]:
         "nearly all NaN": lambda: np.where(rng.permutation(n) < 100, rng.random(n), np.nan),
         "negative too": lambda: rng.standard_normal(n),
         "denormal": lambda: rng.integers(0, 2000, n) * 1.4e-45,
+        "all best in one place": lambda: np.where(np.arange(n) // 600 == 3, 5.0 + rng.random(n), rng.random(n)),
+        "all negative": lambda: -1.0 - rng.random(n),
     }[kind]()
     return np.asarray(x, np.float32)
 
@@ -81,7 +83,7 @@ def test_exact_for_every_distribution(n: int) -> None:
     """Kinds 1, 3, 5, 6."""
     for kind in (
         "normal", "tiny steps", "one coarse bin", "all equal", "all zero", "400 high, the rest tied", "few distinct",
-        "some NaN and inf", "nearly all NaN", "negative too", "denormal",
+        "some NaN and inf", "nearly all NaN", "negative too", "denormal", "all best in one place", "all negative",
     ):  # fmt: skip
         scores = spread(n, kind)
         ids = select(scores)

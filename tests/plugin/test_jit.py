@@ -52,7 +52,7 @@ def test_every_decode_kernel_is_tuned_on_every_target() -> None:
             tunings = decode_tunings(spec, capability)
             assert {name for name, _ in tunings} == set(DECODE_KERNELS)
             assert attend_shape(spec, capability).shared_bytes(spec, clustered=True) <= shared_limit(capability)
-            assert select_shared(capability) + 16 * 1024 <= shared_limit(capability)  # its static part is 13 KiB
+            assert select_shared(capability) + 29 * 1024 <= shared_limit(capability)  # and its static part
 
 
 def test_a_cubin_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

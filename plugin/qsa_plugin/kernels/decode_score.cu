@@ -3,6 +3,9 @@
 // Block keys of earlier steps are loaded before this kernel waits for the one in front, which writes the last one only.
 #include "decode.cuh"
 
+#ifndef SCORE_ALWAYS
+#define SCORE_ALWAYS 0  // 1: also where every block is selected anyway
+#endif
 constexpr int WARPS = 8;
 constexpr int TILE = 16;
 constexpr int PIECES = ID / 32;  // 16-byte pieces of a row that one lane holds
@@ -37,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_score(const __gr
     const int step = WARPS * p.score_ctas;  // tiles
     const int blocks = complete_blocks(length_in_reach(p, row)), tiles = (blocks + TILE - 1) / TILE;
     const int* v_pages = p.page_table + (static_cast<int64_t>(row) * 2 + 1) * p.pages_per_seq;
-    const bool needed = blocks > BUDGET_BLOCKS;
+    const bool needed = blocks > (SCORE_ALWAYS ? 0 : BUDGET_BLOCKS);
 
     int tile = cta + warp * p.score_ctas;
     Keys keys;

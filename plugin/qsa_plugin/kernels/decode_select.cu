@@ -17,9 +17,12 @@ __device__ __forceinline__ void list_block(Block* list, int place, int block, co
     *reinterpret_cast<int4*>(list + place) = make_int4(block * R, pages.k, pages.v, 0);
 }
 
+__device__ __forceinline__ void touch(const Pages& pages) { asm volatile("" ::"r"(pages.k), "r"(pages.v)); }
+
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1) decode_select(const __grid_constant__ DecodeParams p) {
     extern __shared__ float4 shared_scores[];  // [SELECT_QUADS * QUAD_PITCH]
     __shared__ SelectScratch scratch;
+    __shared__ Survivors survivors;
     const int row = blockIdx.x;
     const int length = length_in_reach(p, row), n = complete_blocks(length);
     Block* list = p.blocks + static_cast<int64_t>(row) * (BUDGET_BLOCKS + 1);
@@ -33,20 +36,21 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1) decode_select(co
 
     if (threadIdx.x == 0 && length % R != 0) list_block(list, BUDGET_BLOCKS, n, pages_of(p, row, n));
     const ScoreRow scores(p.scores + static_cast<int64_t>(row) * p.score_stride, shared_scores, n);
-    // The pages of this thread's word of the first round. Its at most 32 blocks lie in one page, in two where R is 8.
+    // Every page of the row goes through L1 now, so that the look-ups at the end are short.
     constexpr int BLOCKS_A_PAGE = PAGE / R;
-    const int word = scores.word(0);
-    const Pages low = pages_of(p, row, min(word, n - 1));
-    const Pages high = BLOCKS_A_PAGE < 32 ? pages_of(p, row, min(word + BLOCKS_A_PAGE, n - 1)) : low;
-    const auto emit = [&](int place, int block) {
-        if (block >= scores.round()) list_block(list, place, block, pages_of(p, row, block));
-        else list_block(list, place, block, block - word < BLOCKS_A_PAGE ? low : high);
-    };
+    for (int i = threadIdx.x * BLOCKS_A_PAGE; i < n; i += SELECT_THREADS * BLOCKS_A_PAGE) touch(pages_of(p, row, i));
     grid_dependency_wait();
     grid_dependency_launch();
     const int live = p.live[row];
-    scores.load();
+    const float highest = scores.load();
     if (live == 0) return;  // the same in all threads; the scores are garbage
     __syncthreads();
-    emit_selected(scores, find_threshold(scores, BUDGET_BLOCKS, scratch), scratch, emit);
+    Reduced left = {scores, {}, false, false};
+    if (n > 8 * SELECT_THREADS && n <= scores.round())
+        left = reduce_row(scores, highest, BUDGET_BLOCKS, scratch, survivors);
+    if (!left.known) left.threshold = find_threshold(left.row, BUDGET_BLOCKS, scratch);
+    emit_selected(left.row, left.threshold, scratch, [&](int place, int i) {
+        const int block = left.mapped ? survivors.ids[i] : i;
+        list_block(list, place, block, pages_of(p, row, block));
+    });
 }

@@ -2,6 +2,7 @@
 //   One histogram of 2048 bins of equal width between the smallest and the largest score finds the class that the last
 //   place falls in; its few members are ranked by counting. Where scores crowd in one bin, or are not finite, radix
 //   passes over the bits of the sort keys do the same in three steps. Both are exact; nothing can overflow.
+//   Of a long row most scores are set aside first, by a bound that enough scores reach.
 #pragma once
 
 #include "common.cuh"
@@ -12,6 +13,7 @@
 constexpr int SELECT_THREADS = 1024;
 constexpr int SELECT_BINS = 2 * SELECT_THREADS;
 constexpr int MAX_CANDIDATES = SELECT_THREADS;    // one a thread
+constexpr int MAX_SURVIVORS = 2 * SELECT_THREADS;
 constexpr int QUAD_PITCH = SELECT_THREADS + 1;    // quads; spreads both the writes and the reads below over all banks
 
 struct SelectScratch {
@@ -19,8 +21,8 @@ struct SelectScratch {
     uint32_t candidate_keys[MAX_CANDIDATES];
     int candidates;
     int warp_sums[32];
-    float warp_lowest[32];
-    float warp_highest[32];
+    uint32_t warp_lowest[32];   // sort keys
+    uint32_t warp_highest[32];
     uint32_t prefix;  // the bin; in the radix passes, the leading bits found so far
     int remaining;    // places left for the class
     int class_size;
@@ -49,12 +51,23 @@ struct ScoreRow {
         return make_float4(i < n ? scores[i] : 0.f, i + 1 < n ? scores[i + 1] : 0.f, i + 2 < n ? scores[i + 2] : 0.f, 0.f);
     }
 
-    // Reads a row of one round, coalesced. Ends without a barrier.
-    __device__ void load() const {
-        if (n > round()) return;
-#pragma unroll 2
-        for (int i = 4 * threadIdx.x; i < n; i += 4 * SELECT_THREADS)
-            shared[(i / 4 & (quads - 1)) * QUAD_PITCH + i / 4 / quads] = quad(i);
+    // Reads a row of one round, coalesced; returns the largest score that this thread has read, or more where it has
+    // read the row's end. Ends without a barrier.
+    __device__ float load() const {
+        float highest = minus_infinity();
+        if (n > round()) return highest;
+#pragma unroll 4
+        for (int i = 4 * threadIdx.x; i < n; i += 4 * SELECT_THREADS) {
+            const float4 four = quad(i);
+            shared[(i / 4 & (quads - 1)) * QUAD_PITCH + i / 4 / quads] = four;
+            highest = fmaxf(fmaxf(highest, fmaxf(four.x, four.y)), fmaxf(four.z, four.w));
+        }
+        return highest;
+    }
+
+    // One score of this thread's word, in a row of one round.
+    __device__ float at(int place) const {
+        return reinterpret_cast<const float*>(shared + (place / 4) * QUAD_PITCH + threadIdx.x)[place % 4];
     }
 
     // visit(score, place in the word) for this thread's word of one round.
@@ -103,6 +116,23 @@ __device__ __forceinline__ int block_exclusive_sum(int value, int* warp_sums) {
     return __reduce_add_sync(0xffffffffu, lane < warp ? warp_sums[lane] : 0) + inclusive - value;
 }
 
+// Adds this thread's score to its bin. Where many threads of the warp meet in one bin, they add up first: atomics on
+// one address run one after the other, and tied scores would cost ten times what spread ones do.
+__device__ __forceinline__ void count_in_bin(int* histogram, int bin) {
+    const int lane = threadIdx.x % 32;
+    const unsigned active = __activemask();
+    unsigned left = active;
+    for (int group = 0; group < 6; ++group) {
+        const int leader = __ffs(static_cast<int>(left)) - 1;
+        const unsigned same = __ballot_sync(active, bin == __shfl_sync(active, bin, leader)) & left;
+        if (group == 0 && __popc(same) < 4) break;  // not crowded
+        if (lane == leader) atomicAdd(&histogram[bin], __popc(same));
+        left &= ~same;
+        if (left == 0) return;
+    }
+    if (left >> lane & 1) atomicAdd(&histogram[bin], 1);
+}
+
 // Finds the bin that holds place `remaining` counted from the top. Thread i owns bins 2i and 2i+1 from the top.
 __device__ inline void pick_bin(SelectScratch& s, int shift) {
     const int top = SELECT_BINS - 1 - 2 * threadIdx.x;
@@ -137,7 +167,7 @@ __device__ inline Threshold radix_threshold(const ScoreRow& row, int count, Sele
         row.visit_all([&](float score) {
             const uint32_t key = score_key(score);
             if (pass == 0 || key >> class_shift == prefix >> class_shift)
-                atomicAdd(&s.histogram[(key >> shift) & ((1 << bits) - 1)], 1);
+                count_in_bin(s.histogram, (key >> shift) & ((1 << bits) - 1));
         });
         __syncthreads();
         pick_bin(s, shift);
@@ -153,14 +183,11 @@ __device__ inline Threshold find_threshold(const ScoreRow& row, int count, Selec
         lowest = fminf(lowest, score);
         highest = fmaxf(highest, score);
     });
-#pragma unroll
-    for (int step = 16; step > 0; step >>= 1) {
-        lowest = fminf(lowest, __shfl_xor_sync(0xffffffffu, lowest, step));
-        highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
-    }
+    const uint32_t lowest_key = __reduce_min_sync(0xffffffffu, score_key(lowest));
+    const uint32_t highest_key = __reduce_max_sync(0xffffffffu, score_key(highest));
     if (lane == 0) {
-        s.warp_lowest[warp] = lowest;
-        s.warp_highest[warp] = highest;
+        s.warp_lowest[warp] = lowest_key;
+        s.warp_highest[warp] = highest_key;
     }
     for (int i = threadIdx.x; i < SELECT_BINS; i += SELECT_THREADS) s.histogram[i] = 0;
     if (threadIdx.x == 0) {
@@ -169,20 +196,15 @@ __device__ inline Threshold find_threshold(const ScoreRow& row, int count, Selec
         s.candidates = 0;
     }
     __syncthreads();
-    lowest = s.warp_lowest[lane];
-    highest = s.warp_highest[lane];
-#pragma unroll
-    for (int step = 16; step > 0; step >>= 1) {
-        lowest = fminf(lowest, __shfl_xor_sync(0xffffffffu, lowest, step));
-        highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, step));
-    }
+    lowest = score_of_key(__reduce_min_sync(0xffffffffu, s.warp_lowest[lane]));
+    highest = score_of_key(__reduce_max_sync(0xffffffffu, s.warp_highest[lane]));
     const float per_unit = (SELECT_BINS - 1) / (highest - lowest);
     // bins must be finite numbers; a range so small that its inverse is infinite goes the other way too
     if (!(per_unit > 0.f && per_unit < 1e38f && highest - lowest < 1e38f)) return radix_threshold(row, count, s);
 
     // A score's bin never falls as the score rises: every step of it is monotone, rounding included. NaN: bin 0.
     const auto bin_of = [&](float score) { return min(static_cast<int>((score - lowest) * per_unit), SELECT_BINS - 1); };
-    row.visit_all([&](float score) { atomicAdd(&s.histogram[bin_of(score)], 1); });
+    row.visit_all([&](float score) { count_in_bin(s.histogram, bin_of(score)); });
     __syncthreads();
     pick_bin(s, 0);
     const int class_size = s.class_size;
@@ -236,4 +258,47 @@ __device__ void emit_selected(const ScoreRow& row, const Threshold& threshold, S
         places += (s.round_total >> 16 & 0xffff) + tied_here;
         ties_left -= tied_here;
     }
+}
+
+// The best scores of a long row, in the order of their ids.
+struct Survivors {
+    alignas(16) float scores[MAX_SURVIVORS];
+    int ids[MAX_SURVIVORS];
+};
+
+// What is left to select from. `known`: the threshold is found. `mapped`: ids are places in the list of survivors.
+struct Reduced {
+    ScoreRow row;
+    Threshold threshold;
+    bool known, mapped;
+};
+
+// Sets most of a long row of one round aside: of the threads' largest scores (`mine`, each of a part of the row) the
+// count-th largest bounds the selection from below, and few scores reach it. If too many or too few do, all stay.
+__device__ inline Reduced reduce_row(const ScoreRow& row, float mine, int count, SelectScratch& s, Survivors& survivors) {
+    const Reduced all = {row, {}, false, false};
+    if (count >= SELECT_THREADS) return all;
+    float4* list = reinterpret_cast<float4*>(survivors.scores);
+    survivors.scores[threadIdx.x] = mine;
+    __syncthreads();
+    const float bound = find_threshold(ScoreRow(nullptr, list, SELECT_THREADS), count, s).score;
+    uint32_t best = 0;
+    int above = 0;
+    row.visit_word(0, [&](float score, int place) {
+        best |= score >= bound ? 1u << place : 0u;
+        above += score > bound;
+    });
+    const int packed = above << 16 | __popc(best), before = block_exclusive_sum(packed, s.warp_sums);
+    if (threadIdx.x == SELECT_THREADS - 1) s.round_total = before + packed;
+    __syncthreads();
+    const int all_above = s.round_total >> 16 & 0xffff, reached = s.round_total & 0xffff;
+    if (all_above < count && count <= reached) return {row, {bound, count - all_above}, true, false};  // ties
+    if (reached <= count || reached > MAX_SURVIVORS) return all;
+    for (int place = before & 0xffff; best != 0u; best &= best - 1, ++place) {
+        const int i = __ffs(static_cast<int>(best)) - 1;
+        survivors.scores[place] = row.at(i);
+        survivors.ids[place] = row.word(0) + i;
+    }
+    __syncthreads();
+    return {ScoreRow(nullptr, list, reached), {}, false, true};
 }
