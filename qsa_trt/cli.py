@@ -87,6 +87,65 @@ def patch_onnx_command(
     click.echo(report.summary())
 
 
+@cli.command("build-engine", epilog=EPILOG)
+@click.argument("model", type=click.Path())
+@click.option("-o", "--output", type=click.Path(), help="Where to write.  [default: MODEL with .engine]")
+@click.option("--max-batch", type=int, help="Most sequences of one call.  [default: 1]")
+@click.option("--max-seq-len", type=int, help="Most tokens of one prefill.  [default: 2048]")
+@click.option("--max-kv-len", type=int, help="Longest sequence, prompt and answer.  [default: 4096]")
+@click.option(
+    "--num-pages",
+    type=int,
+    help="Pages a plane of every pool, 128 tokens each.  [default: max-batch * ceil(max-kv-len / 128)]",
+)
+@click.option("--single-profile", is_flag=True, help="One optimization profile for prefill and decode instead of two.")
+@click.option(
+    "--profile",
+    multiple=True,
+    metavar="[PROFILE:]NAME:MIN/OPT/MAX",
+    help="Override the shapes of an input, as in decode:input_ids:[1,1]/[4,1]/[8,1]; may be repeated.",
+)
+@click.option(
+    "--target", multiple=True, metavar="SM[,SM]", help="Compute capabilities such as sm_86,sm_120 (TensorRT-RTX only)."
+)
+@click.option("--workspace", metavar="BYTES", help="Limit of the builder's workspace, such as 4G.")
+@click.option("--tensorrt", metavar="FLAVOUR", help="tensorrt or tensorrt_rtx.  [default: the first one installed]")
+@click.option("-v", "--verbose", is_flag=True, help="Print TensorRT's log to stderr.")
+def build_engine_command(
+    model: str,
+    output: str | None,
+    max_batch: int | None,
+    max_seq_len: int | None,
+    max_kv_len: int | None,
+    num_pages: int | None,
+    single_profile: bool,
+    profile: tuple[str, ...],
+    target: tuple[str, ...],
+    workspace: str | None,
+    tensorrt: str | None,
+    verbose: bool,
+) -> None:
+    """Build a TensorRT engine from the patched ONNX file MODEL."""
+    from .building import parse_bytes, plan_build, run_build
+
+    plan = plan_build(
+        model,
+        output,
+        max_batch=max_batch,
+        max_seq_len=max_seq_len,
+        max_kv_len=max_kv_len,
+        num_pages=num_pages,
+        single_profile=single_profile,
+        profile=profile,
+        target=[capability for option in target for capability in option.split(",")],
+        workspace=None if workspace is None else parse_bytes(workspace),
+        verbose=verbose,
+        tensorrt=tensorrt,
+    )
+    click.echo(plan.summary())
+    click.echo(run_build(plan).summary())
+
+
 @cli.command("contract", epilog=EPILOG)
 def contract_command() -> None:
     """Print the QsaAttention contract (inputs, outputs, attributes) as Markdown tables."""

@@ -14,7 +14,7 @@ from onnx import helper
 
 from qsa_trt import data_loader
 from qsa_trt.patching import patch_onnx
-from tests.support.requirements import has, needs_rtx
+from tests.support.requirements import needs_onnxruntime, needs_rtx
 
 MODEL = Path(__file__).parents[2] / "models" / "qsa_lm.onnx"
 POLYGRAPHY = Path(sysconfig.get_path("scripts")) / "polygraphy"
@@ -29,7 +29,6 @@ SHAPES = [
     "kv_page_table:[2,2,2]",
 ]
 SMALLEST = ["input_ids:[1,1]", SHAPES[1], "context_lengths:[1]", SHAPES[3], SHAPES[4], "kv_page_table:[1,2,2]"]
-needs_onnxruntime = pytest.mark.skipif(not has("onnxruntime"), reason="onnxruntime is not installed (qsa-trt[ort])")
 
 
 @pytest.fixture(scope="module")

@@ -29,3 +29,6 @@ needs_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(compute_capability() is None, reason="no NVIDIA GPU, or no driver for it"),
 ]
+needs_onnxruntime = pytest.mark.skipif(
+    not has("onnxruntime"), reason="onnxruntime is not installed (pip install 'qsa-trt[ort]')"
+)
