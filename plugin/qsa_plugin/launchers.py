@@ -1,7 +1,7 @@
 """Every stage as a launcher of its own, by the names that users of staged kernels know, on raw device addresses.
 
-`block_pool`, `qprep`, `qprep_rows`, `score`, `score_rows`, `score_rows_tc`, `gather` and `prefill_attn`. Kernels are loaded
-once, when a `StageLaunchers` is made; each method is one launch on the given stream handle.
+`block_pool`, `qprep`, `qprep_rows`, `score`, `score_rows`, `score_rows_tc`, `gather` and `prefill_attn`. Kernels
+are loaded once, when a `StageLaunchers` is made; each method is one launch on the given stream handle.
 """
 
 from __future__ import annotations
