@@ -1,0 +1,104 @@
+"""From one call's addresses to the kernels: picks the runner of the mode, and copies the pool where `pool_io` says so.
+
+`NodeKernels` belongs to one plugin in one execution context. `prepare` compiles and loads; after it, `enqueue` only
+launches, so it may be captured into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .contract import INPUT_INDEX, INPUTS, OUTPUT_INDEX, PAGE_SIZE, Call, Geometry, Mode, PoolIO
+from .decode_runner import DecodeParams, QsaSparseDecodeRunner
+from .errors import FailedError
+from .prefill_runner import PrefillParams, QsaSparsePrefillRunner
+from .specialisation import Specialisation, arch_of
+
+_POOL_IN, _POOL_OUT = INPUT_INDEX["past_key_value"], OUTPUT_INDEX["present_key_value"]
+_ATTENTION_OUT = OUTPUT_INDEX["attn_output"]
+#: Inputs whose addresses the kernels take, in the order of the fields of their parameters; the pool's is the output's.
+_ADDRESSES = tuple(INPUT_INDEX[tensor.name] for tensor in INPUTS if tensor.name != "kvcache_start_index")
+_SURFACE_BYTES = 2
+
+Runner = QsaSparseDecodeRunner | QsaSparsePrefillRunner
+
+
+class NodeKernels:
+    """The runners of one node, made when a mode is first prepared.
+
+    Args:
+        geometry: the node's attributes.
+        surface: "float16" or "bfloat16".
+    """
+
+    def __init__(self, geometry: Geometry, surface: str) -> None:
+        self._geometry, self._surface = geometry, surface
+        self._runners: dict[tuple[Mode, int], Runner] = {}  # by mode and rotary dims
+
+    def prepare(self, call: Call) -> Runner:
+        """The loaded runner of a call's mode.
+
+        Raises:
+            RefusedError: the kernels support neither this node nor this device, with the reason.
+            FailedError: the kernels do not compile or load, or there is no device.
+        """
+        key = call.mode, call.rotary_dims
+        if key not in self._runners:
+            spec = Specialisation.of(self._geometry, self._surface, call.rotary_dims, arch_of(_compute_capability()))
+            kind = QsaSparseDecodeRunner if call.mode is Mode.DECODE else QsaSparsePrefillRunner
+            runner = kind(spec, self._geometry)
+            runner.preflight()
+            self._runners[key] = runner
+        return self._runners[key]
+
+    def enqueue(self, call: Call, inputs: Sequence[int], outputs: Sequence[int], workspace: int, stream: int) -> None:
+        """Launch a call that `check_call` has accepted.
+
+        Args:
+            call: its sizes.
+            inputs: device addresses in the order of `contract.INPUTS`.
+            outputs: device addresses in the order of `contract.OUTPUTS`; the pool's is that of the input pool unless
+                `pool_io` is copy.
+            workspace: device address at a multiple of 256, of `workspace.layout(geometry, call).size` bytes.
+            stream: raw CUstream handle.
+
+        Raises:
+            FailedError: the driver refused the copy or a launch.
+        """
+        runner = self.prepare(call)
+        pool = outputs[_POOL_OUT]
+        if self._geometry.pool_io == PoolIO.COPY:
+            _copy(pool, inputs[_POOL_IN], pool_bytes(self._geometry, call), stream)
+        addresses = [pool if index == _POOL_IN else inputs[index] for index in _ADDRESSES]
+        addresses += [outputs[_ATTENTION_OUT], workspace, stream]
+        if isinstance(runner, QsaSparseDecodeRunner):
+            runner.run(DecodeParams(call, *addresses))
+        else:
+            runner.run(PrefillParams(call, *addresses))
+
+
+def pool_bytes(geometry: Geometry, call: Call) -> int:
+    """Bytes of the whole pool."""
+    return math.prod((2, call.num_pages, PAGE_SIZE, geometry.num_kv_heads, geometry.pool_width)) * _SURFACE_BYTES
+
+
+def _compute_capability() -> tuple[int, int]:
+    """Of the device of the current context."""
+    from cuda.core import Device
+
+    try:
+        capability: Any = Device().compute_capability
+    except Exception as error:
+        raise FailedError(f"no CUDA device: {error}") from error
+    return int(capability[0]), int(capability[1])
+
+
+def _copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Device to device, on the stream."""
+    from cuda.bindings import driver
+
+    (status,) = driver.cuMemcpyDtoDAsync(target, source, nbytes, stream)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise FailedError(f"the pool could not be copied: {status.name}")
