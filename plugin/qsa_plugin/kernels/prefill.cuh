@@ -7,13 +7,14 @@
 
 #include "common.cuh"
 
-// Union of the blocks of a tile of neighbouring sparse rows: an entry is block << MEMBER_BITS | the rows that attend to it.
+// Union of the blocks of a tile of neighbouring sparse rows: an entry is block << MEMBER_BITS | the rows that attend to
+// it.
 constexpr int MEMBER_BITS = 10;
 #ifdef QSA_UNION_ROWS  // of the kernels that make or read unions
 constexpr int UNION_ROWS = QSA_UNION_ROWS;
 static_assert(UNION_ROWS <= MEMBER_BITS, "a bit a row");
-// A tile's entries are parted into classes, each ascending in a region of its own and padded with zeros to a whole step of
-// UNION_STEP entries. Two classes' worth of rows (QSA_UNION_SPLIT 1) give three: blocks that both halves of the rows
+// A tile's entries are parted into classes, each ascending in a region of its own and padded with zeros to a whole step
+// of UNION_STEP entries. Two classes' worth of rows (QSA_UNION_SPLIT 1) give three: blocks that both halves of the rows
 // attend to, the first half alone, the second half alone. Without a split all entries are of class 0.
 constexpr bool UNION_SPLIT = QSA_UNION_SPLIT;
 constexpr int UNION_CLASSES = UNION_SPLIT ? 3 : 1;

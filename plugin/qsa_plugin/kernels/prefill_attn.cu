@@ -66,7 +66,8 @@ __device__ __forceinline__ void load_plane(surf_t* tile, const surf_t* pool, con
         const int token = i / CHUNKS, chunk = i % CHUNKS;
         const uint32_t pool_row = pool_rows[token];
         const bool valid = pool_row != NOTHING;
-        const surf_t* source = pool + (static_cast<int64_t>(valid ? pool_row : 0) * HKV + kv_head) * POOL_WIDTH + chunk * 8;
+        const int64_t head_row = static_cast<int64_t>(valid ? pool_row : 0) * HKV + kv_head;
+        const surf_t* source = pool + head_row * POOL_WIDTH + chunk * 8;
         cp_async_16(tile + swizzled(token, chunk), source, valid);
     }
 }
@@ -173,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QSA_CTAS) qsa_prefill_attn
         for (int n = 0; n < NT / 8; ++n) {
             bool allowed[4];
             if (DENSE) {
-                const int token = step_index * NT + n * 8 + quad * 2 - tile.position;  // relative to the tile's first row
+                const int token = step_index * NT + n * 8 + quad * 2 - tile.position;  // from the tile's first row on
 #pragma unroll
                 for (int i = 0; i < 4; ++i) allowed[i] = token + (i & 1) <= row_of[i / 2];
             } else {
@@ -221,7 +222,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, QSA_CTAS) qsa_prefill_attn
 #pragma unroll
             for (int n = 0; n < D / 16; ++n) {
                 uint32_t values[4];
-                ldmatrix_x4_trans(values, shared.v + swizzled(k * 16 + (matrix & 1) * 8 + matrix_row, n * 2 + matrix / 2));
+                const int row = k * 16 + (matrix & 1) * 8 + matrix_row;
+                ldmatrix_x4_trans(values, shared.v + swizzled(row, n * 2 + matrix / 2));
                 mma_16816(result[2 * n], a, values[0], values[1]);
                 mma_16816(result[2 * n + 1], a, values[2], values[3]);
             }

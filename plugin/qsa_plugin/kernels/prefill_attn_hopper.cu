@@ -1,8 +1,10 @@
-// Stage 6 of prefill on compute capability 9.0: what prefill_attn.cu computes, with wgmma and a warpgroup that only loads.
+// Stage 6 of prefill on compute capability 9.0: what prefill_attn.cu computes, with wgmma and a warpgroup that only
+// loads.
 //
-// One CTA a (tile, KV head). Two warpgroups compute: each has ROWS_A_GROUP neighbouring rows, whose heads fill the 64 rows
-// of its left operand. Both read every key and value that the third warpgroup brings, so that 2 * ROWS_A_GROUP rows share
-// a load. Keys and values take turns in a ring of four slots of NT tokens.
+// One CTA a (tile, KV head). Two warpgroups compute: each has ROWS_A_GROUP neighbouring rows, whose heads fill the 64
+// rows of its left operand. Both read the keys and values that the third warpgroup brings, so that all those rows share
+// a load; blocks that only the rows of one selected come in steps that the other skips. Keys and values take turns in a
+// ring of four slots of NT tokens.
 //
 // A slot is slabs of 64 columns; in a slab a token is 128 bytes, its 16-byte chunks permuted by token % 8, which is the
 // 128-byte swizzle that wgmma reads, for keys (columns along K) and values (columns along N) alike.
@@ -204,9 +206,9 @@ __device__ __forceinline__ void mask(
     }
 }
 
-// Logits become weights, exp2 relative to `base`, and are added to `row_sum`. The base follows the maximum only when that
-// runs ahead by 2^8: weights up to 256 are as exact as those below 1. Returns whether earlier results must be multiplied
-// by `correction` (any row of this warp).
+// Logits become weights, exp2 relative to `base`, and are added to `row_sum`. The base follows the maximum only when
+// that runs ahead by 2^8: weights up to 256 are as exact as those below 1. Returns whether earlier results must be
+// multiplied by `correction` (any row of this warp).
 __device__ __forceinline__ bool softmax(
     float (&logits)[NT / 8][4], float (&base)[2], float (&row_sum)[2], float (&correction)[2], float scale_log2) {
     constexpr float AHEAD = 8.f;
@@ -245,7 +247,9 @@ __device__ __forceinline__ void compute(
     constexpr int CHUNKS = D / 8;
     const int first_row = group * ROWS_A_GROUP, real = min(ROWS_A_GROUP, tile.count - first_row);
     // the rows of the left operand: m = row * GROUP + head in group
-    auto head_offset = [&](int m) { return first_head + (static_cast<int64_t>(first_row + m / GROUP) * HQ + m % GROUP) * D; };
+    auto head_offset = [&](int m) {
+        return first_head + (static_cast<int64_t>(first_row + m / GROUP) * HQ + m % GROUP) * D;
+    };
     unsigned char* q = shared.q[group];
     for (int i = thread; i < 64 * CHUNKS; i += 128) {
         const int m = i / CHUNKS, chunk = i % CHUNKS;
@@ -292,6 +296,7 @@ __device__ __forceinline__ void compute(
         wgmma_commit();
     };
     auto release = [&](int slot) {
+        __syncwarp();
         if (lane == 0) barrier_arrive(shared.empty[slot]);
     };
     auto rescale_result = [&] {

@@ -48,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) qsa_block_pool(const __
 #pragma unroll
     for (int r = 0; r < R; ++r) {
         const int t = first + r;
-        load_row(t < sequence.past ? k_tail(t) : fresh + static_cast<int64_t>(t - sequence.past) * INDEX_WIDTH, lane, key);
+        const surf_t* fresh_key = fresh + static_cast<int64_t>(t - sequence.past) * INDEX_WIDTH;
+        load_row(t < sequence.past ? k_tail(t) : fresh_key, lane, key);
 #pragma unroll
         for (int e = 0; e < E; ++e) mean[e] = r == 0 ? key[e] : __fadd_rn(mean[e], key[e]);
     }

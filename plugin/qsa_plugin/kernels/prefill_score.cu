@@ -20,7 +20,8 @@ struct ScoreRowsParams {
 constexpr int THREADS = SCORE_THREADS;
 
 // One CTA a tile of ROW_TILE rows of one sequence. Padding rows get -inf everywhere.
-extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_score_rows_tc(const __grid_constant__ ScoreRowsParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_score_rows_tc(
+    const __grid_constant__ ScoreRowsParams p) {
     const int tiles = (p.rows + ROW_TILE - 1) / ROW_TILE;
     const int b = blockIdx.x / tiles, row = blockIdx.x % tiles * ROW_TILE;
     const Sequence sequence = sequence_of(p.live, p.past, b, p.seq_len);
@@ -59,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) qsa_score_rows(const __gri
             for (int i = 0; i < ID; ++i) dot = fmaf(to_float(query[i]), to_float(key[i]), dot);
             sum += relu(dot);
         }
-        score = __fdiv_rn(sum, SQRT_ID);
+        score = divide_by_sqrt(sum);
     }
     p.scores[index] = score;
 }

@@ -10,9 +10,19 @@ constexpr int SCORE_THREADS = 256;
 constexpr int SCORE_WARPS = SCORE_THREADS / 32;
 constexpr int SCORE_CTAS = IH > 4 || (IH == 4 && ID == 128 && __CUDA_ARCH__ < 900) ? 1 : 2;  // an SM, without spills
 constexpr int PIECES = ID / 32;  // 16-byte pieces of a vector in a lane
-constexpr float SQRT_ID = ID == 128 ? 11.3137085f : ID == 64 ? 8.f : 5.65685425f;  // fp32 square root of ID
 // Elements from one row of queries to the next in shared memory: neighbours start half of all banks apart.
 constexpr int QUERY_STRIDE = IH * ID + (IH * ID % 64 == 0 ? 32 : 0);
+
+constexpr float SQRT_ID = ID == 128 ? 11.3137085f : ID == 64 ? 8.f : 5.65685425f;  // fp32 square root of ID
+constexpr float RSQRT_ID = 1.f / SQRT_ID;
+
+// sum / SQRT_ID, correctly rounded as __fdiv_rn: one multiplication and one exact correction. __fdiv_rn itself takes a
+// slow path for zero, the score of every block that no head likes.
+__device__ __forceinline__ float divide_by_sqrt(float sum) {
+    const float quotient = sum * RSQRT_ID;
+    const float corrected = fmaf(fmaf(-quotient, SQRT_ID, sum), RSQRT_ID, quotient);
+    return fabsf(quotient) <= 3.4e38f ? corrected : quotient;  // infinity and NaN stay
+}
 
 // relu that lets NaN pass
 __device__ __forceinline__ float relu(float x) { return x < 0.f ? 0.f : x; }
@@ -69,7 +79,7 @@ __device__ __forceinline__ const surf_t* block_key(
 // scores: [rows, stride], stride >= blocks rounded up to BLOCK_TILE; columns at or past `blocks` get garbage.
 __device__ __forceinline__ void score_tile(
     const surf_t* queries, int rows, const surf_t* pool, const int* page_table, int pages_per_seq, int b, int blocks,
-    surf_t* staged, float* scores, int64_t stride) {
+    surf_t* staged, float* scores, int stride) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     constexpr int CHUNKS = IH * ID / 8;
     for (int i = threadIdx.x; i < ROW_TILE * CHUNKS; i += SCORE_THREADS) {
@@ -78,13 +88,17 @@ __device__ __forceinline__ void score_tile(
             *reinterpret_cast<const uint4*>(queries + static_cast<int64_t>(min(row, rows - 1)) * (IH * ID) + chunk * 8);
     }
     __syncthreads();
+    const int* pages = page_table + (static_cast<int64_t>(b) * 2 + 1) * pages_per_seq;  // of values
 #pragma unroll 1
     for (int first = warp * BLOCK_TILE; first < blocks; first += SCORE_WARPS * BLOCK_TILE) {
         Keys keys;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // this lane's pieces of block first + g + 8 i
-            const int block = min(first + i * 8 + g, blocks - 1);
-            const surf_t* from = block_key(pool, page_table, pages_per_seq, b, block) + 8 * t;
+            // 16 blocks lie in one page; those past the last one are read from it too, whatever is there
+            const int start = first + i / 2 * 16;
+            const int page = pages[min(start, blocks - 1) * R / PAGE];
+            const surf_t* from = pool + pool_offset(page, start * R % PAGE, 0) + D + 8 * t +
+                                 (g + i % 2 * 8) * (R * HKV * POOL_WIDTH);
 #pragma unroll
             for (int j = 0; j < PIECES; ++j) {
                 const uint4 piece = *reinterpret_cast<const uint4*>(from + 32 * j);
@@ -105,12 +119,12 @@ __device__ __forceinline__ void score_tile(
 #pragma unroll
                 for (int i = 0; i < 8; ++i) sum[i / 4][i % 4] += other[i / 4][i % 4];
             }
-            float* even = scores + min(n + 2 * t, rows - 1) * stride + first + g;
-            float* odd = scores + min(n + 2 * t + 1, rows - 1) * stride + first + g;
+            float* out = scores + (min(n + 2 * t, rows - 1) * stride + first + g);
+            const int odd = n + 2 * t + 1 < rows ? stride : 0;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {  // block first + g + 8 i
-                even[8 * i] = __fdiv_rn(sum[i / 2][i % 2 * 2], SQRT_ID);
-                odd[8 * i] = __fdiv_rn(sum[i / 2][i % 2 * 2 + 1], SQRT_ID);
+                out[8 * i] = divide_by_sqrt(sum[i / 2][i % 2 * 2]);
+                out[odd + 8 * i] = divide_by_sqrt(sum[i / 2][i % 2 * 2 + 1]);
             }
         }
     }

@@ -1,10 +1,10 @@
 // Stage 5 of prefill: the BUDGET_BLOCKS best blocks of a row, exactly, by one warp.
 //
-// The sort keys of a row (score_key) lie in a range [low, high]. A histogram of BINS equal slices of that range (of its top
-// 2^SPAN_BITS keys; the rest joins the lowest slice) finds the slice that holds the last block to take; the range shrinks
-// to it and the pass repeats until the slice is one key or is taken whole. No candidates are buffered, so nothing can
-// overflow; a range that follows the row's own minimum and maximum makes the cost much the same for spread and for
-// concentrated scores. A warp a row, and not a CTA a row, because the passes are short: barriers cost more than they share.
+// The sort keys of a row (score_key) lie in a range [low, high]. A histogram of BINS equal slices of that range (of its
+// top 2^SPAN_BITS keys; the rest joins the lowest slice) finds the slice that holds the last block to take; the range
+// shrinks to it and the pass repeats until the slice is one key or is taken whole. No candidate is buffered, so nothing
+// can overflow; a range that follows the row's own minimum and maximum makes the cost much the same for spread and for
+// concentrated scores. A warp a row, not a CTA a row: passes are short, barriers would cost more than they share.
 #pragma once
 
 #include "prefill.cuh"
@@ -19,8 +19,8 @@ struct Threshold {
     int ties;      // and so many of those that equal it, lowest ids first
 };
 
-// Calls f(first, keys, valid) for every four neighbouring scores of a row: first is the id of keys[0], and only the first
-// `valid` (which may be none) exist. scores is 16-byte aligned and may be read up to the next multiple of four.
+// Calls f(first, keys, valid) for every four neighbouring scores of a row: first is the id of keys[0], and only the
+// first `valid` (which may be none) exist. scores is 16-byte aligned and may be read up to the next multiple of four.
 template <class F>
 __device__ __forceinline__ void for_quads(const float* scores, int count, int lane, const F& f) {
     for (int base = 0; base < count; base += 128 * QUADS) {
@@ -34,24 +34,27 @@ __device__ __forceinline__ void for_quads(const float* scores, int count, int la
         for (int i = 0; i < QUADS; ++i) {
             if (base + i * 128 >= count) break;  // for the whole warp
             const int first = base + i * 128 + lane * 4;
-            const uint32_t keys[4] = {score_key(raw[i].x), score_key(raw[i].y), score_key(raw[i].z), score_key(raw[i].w)};
+            const float4 four = raw[i];
+            const uint32_t keys[4] = {score_key(four.x), score_key(four.y), score_key(four.z), score_key(four.w)};
             f(first, keys, count - first);
         }
     }
 }
 
-// Adds one to the bin of every lane with `inside`. A warp of one mind adds once: equal scores cost no more than others.
-__device__ __forceinline__ void count_bin(uint32_t* histogram, uint32_t bin, bool inside, int lane) {
-    const uint32_t mask = __ballot_sync(0xffffffffu, inside);
-    if (mask == 0) return;
-    const int leader = __ffs(mask) - 1;
-    const uint32_t leading_bin = __shfl_sync(0xffffffffu, bin, leader);
-    const bool same = __all_sync(0xffffffffu, !inside || bin == leading_bin);
-    if (same) {
-        if (lane == leader) atomicAdd(histogram + bin, __popc(mask));
-    } else if (inside) {
-        atomicAdd(histogram + bin, 1u);
+// Counts four keys a lane. A warp of one mind adds once: many equal scores cost no more than others.
+__device__ __forceinline__ void count_bins(
+    uint32_t* histogram, const uint32_t (&bins)[4], const bool (&inside)[4], int lane) {
+    const uint32_t first = __shfl_sync(0xffffffffu, bins[0], 0);
+    bool same = true;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) same &= inside[i] && bins[i] == first;
+    if (__all_sync(0xffffffffu, same)) {
+        if (lane == 0) atomicAdd(histogram + first, 128u);
+        return;
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        if (inside[i]) atomicAdd(histogram + bins[i], 1u);
 }
 
 // Sum over this lane and those above it.
@@ -103,11 +106,14 @@ __device__ __forceinline__ Threshold find_threshold(const float* scores, int cou
         for (int i = lane * 4; i < BINS; i += 128) *reinterpret_cast<uint4*>(histogram + i) = make_uint4(0, 0, 0, 0);
         __syncwarp();
         for_quads(scores, count, lane, [&](int, const uint32_t (&keys)[4], int valid) {
+            uint32_t bins[4];
+            bool inside[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const bool inside = i < valid && keys[i] >= low && keys[i] <= high;
-                count_bin(histogram, keys[i] > floor ? (keys[i] - floor) >> shift : 0u, inside, lane);
+                inside[i] = i < valid && keys[i] >= low && keys[i] <= high;
+                bins[i] = keys[i] > floor ? (keys[i] - floor) >> shift : 0u;
             }
+            count_bins(histogram, bins, inside, lane);
         });
         __syncwarp();
         int bin, above, inside;

@@ -1,5 +1,5 @@
-// Stage 6a of prefill: what a tile of UNION_ROWS neighbouring sparse rows attends to, as one list of blocks, each with the
-// set of rows that selected it. The attention kernel then loads a block once for all its rows. A row's causal tail is a
+// Stage 6a of prefill: what a tile of UNION_ROWS neighbouring sparse rows attends to, as one list of blocks, each with
+// the set of rows that selected it. The attention kernel loads a block once for all its rows. A row's causal tail is a
 // block like any other: the one that the row has not completed; the attention kernel cuts it at the row's position.
 #include "prefill.cuh"
 
@@ -98,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) qsa_union(const __grid_
                     uint32_t members = 0;
 #pragma unroll
                     for (int r = 0; r < UNION_ROWS; ++r) members |= (bits[r][word] >> bit & 1u) << r;
-                    out[c * UNION_REGION + at++] = static_cast<uint32_t>(window + word * 32 + bit) << MEMBER_BITS | members;
+                    const uint32_t block = window + word * 32 + bit;
+                    out[c * UNION_REGION + at++] = block << MEMBER_BITS | members;
                 }
             }
         }

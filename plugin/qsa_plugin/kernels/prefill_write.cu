@@ -1,6 +1,6 @@
 // Stage 1 of prefill: RMSNorm and RoPE of main queries and keys, and the paged write of keys and values.
-// One CTA a token, its heads dealt to the warps; a warp loads AT_ONCE heads before it computes the first. Query heads of
-// padding rows become zeros: that is their final output, because the attention kernel reads its queries where it will
+// One CTA a token, its heads dealt to the warps; a warp loads AT_ONCE heads before it computes the first. Query heads
+// of padding rows become zeros: that is their final output, for the attention kernel reads its queries where it will
 // store its result, and skips padding.
 #include "prefill.cuh"
 
