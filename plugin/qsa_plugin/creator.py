@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -26,10 +26,11 @@ class Registration:
     flavour: str
     version: str
     names: tuple[str, ...]
-    creators: tuple[Any, ...] = field(repr=False, compare=False)
 
 
 _registrations: dict[str, Registration] = {}
+#: Every creator ever made. A registry keeps raw pointers for good, also where registration as a whole failed.
+_creators: list[Any] = []
 _lock = threading.Lock()
 
 
@@ -57,11 +58,12 @@ def _register(flavour: str) -> Registration:
     trt = tensorrt(flavour)
     registry = trt.get_plugin_registry()
     creators = [creator_class(trt)(name) for name in NAMES]
+    _creators.extend(creators)
     # Edge-LLM's own library may hold its name already; its plugin then stays the one behind that name.
-    ours = [creator for creator in creators if registry.register_creator(creator, PLUGIN_NAMESPACE)]
-    if PLUGIN_NAME not in [creator.name for creator in ours]:
+    ours = [creator.name for creator in creators if registry.register_creator(creator, PLUGIN_NAMESPACE)]
+    if PLUGIN_NAME not in ours:
         raise FailedError(f"{flavour} refused the creator {PLUGIN_NAME}: its registry already holds one of that name")
-    return Registration(flavour, flavour_version(flavour), tuple(c.name for c in ours), tuple(ours))
+    return Registration(flavour, flavour_version(flavour), tuple(ours))
 
 
 @cache
