@@ -321,7 +321,7 @@ __device__ __forceinline__ void merge_partials(const DecodeParams& p, Shared& sh
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS) decode_attend(const __grid_constant__ DecodeParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __grid_constant__ DecodeParams p) {
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
