@@ -6,7 +6,6 @@ work started (arguments, files, missing packages); 130 interrupted.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import click
@@ -173,20 +172,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result = cli.main(args=arguments, prog_name="qsa-trt", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as help_text:
-        click.echo(help_text.format_message())
+        click.echo(help_text.format_message(), err=True)
         return 2
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "qsa-trt"
-        click.echo(f"qsa-trt: error: {error.format_message()} (see {command} --help)", err=True)
+        _say(f"error: {error.format_message()} (see {command} --help)")
         return 2
     except QsaError as error:
-        click.echo(f"qsa-trt: error: {error}", err=True)
+        _say(f"error: {error}")
         return error.exit_code
+    except OSError as error:  # the disk or a stream failed during the work
+        _say(f"error: {error.strerror or error}: {error.filename or 'standard output'}")
+        return 1
+    except MemoryError as error:
+        _say(f"error: out of memory: {error or 'free some, or take smaller sizes'}")
+        return 1
     except (click.Abort, KeyboardInterrupt):
-        click.echo("qsa-trt: interrupted; nothing was written", err=True)
+        _say("interrupted; nothing was written")
         return 130
     return result if isinstance(result, int) else 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _say(text: str) -> None:
+    """One line on stderr, whatever line ends a file's name holds."""
+    click.echo("qsa-trt: " + " ".join(text.splitlines()), err=True)

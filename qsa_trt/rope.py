@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,12 +74,12 @@ def rope_from_config(config: Mapping[str, Any]) -> Float32:
 
 def _head_dim(text: Mapping[str, Any]) -> int:
     if text.get("head_dim"):
-        return int(text["head_dim"])
+        return int(_positive(text, "head_dim"))
     return int(_positive(text, "hidden_size")) // int(_positive(text, "num_attention_heads"))
 
 
 def _positive(mapping: Mapping[str, Any], name: str) -> float:
     value = mapping.get(name)
-    if not isinstance(value, int | float) or not value > 0:
+    if not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise InputError(f"config {name}", value, "a positive number", "correct the config, or give the right file")
     return float(value)

@@ -6,6 +6,7 @@ base classes of the flavour in use.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -68,7 +69,16 @@ class Callbacks:
 
     @callback
     def clone(self) -> Any:
-        """A new plugin with every attribute of this one."""
+        """A new plugin with every attribute of this one.
+
+        It is never freed: when a build of several plugin layers fails, TensorRT's bindings first drop their reference
+        to a clone and then delete it, and a clone that had no other reference is then freed twice.
+        """
+        clone = self._copy()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(clone))
+        return clone
+
+    def _copy(self) -> Any:
         return type(self)(self.plugin_name, self.layer_name, self.geometry)
 
     # --- build ---
@@ -149,7 +159,7 @@ class Callbacks:
     @callback
     def attach_to_context(self, context: Any) -> Any:
         """Every execution context works with a plugin of its own."""
-        return self.clone()
+        return self._copy()
 
     @callback
     def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:

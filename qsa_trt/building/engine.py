@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
@@ -18,12 +17,14 @@ from qsa_plugin import ensure_rtx_library, flavour_name, flavour_version, regist
 from qsa_plugin import tensorrt as load_tensorrt
 from qsa_plugin.errors import InputError
 
+from ..patching.files import check_writable
 from .manifest import Json, describe_engine, manifest_path, write_engine
 from .network import BuildOptions, compile_engine, parse_targets
 from .patched_model import PatchedModel, load_patched_model
 from .profiles import Profile, Sizes, choose_sizes, derive_profiles, profile_table
 
 _Result = TypeVar("_Result")
+_INT64_MAX = (1 << 63) - 1
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -149,10 +150,10 @@ def plan_build(
         InputError: anything wrong with the arguments, the file, its nodes or the installed packages.
     """
     path = Path(model)
-    engine = Path(output) if output is not None else default_output(path)
-    if workspace is not None and workspace < 1:
-        raise InputError("--workspace", workspace, "a positive number of bytes, such as 4G", "correct the option")
+    if workspace is not None:
+        _check_bytes(workspace, workspace)
     patched = load_patched_model(path)
+    engine = Path(output) if output is not None else default_output(path)
     _check_output(engine, (path, *patched.external_files))
     sizes = choose_sizes(
         patched, max_batch=max_batch, max_seq_len=max_seq_len, max_kv_len=max_kv_len, num_pages=num_pages
@@ -207,25 +208,26 @@ def parse_bytes(text: str) -> int:
     Raises:
         InputError: anything else.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMG]?)\s*", text, flags=re.IGNORECASE)
-    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
-    if size < 1:
-        raise InputError("--workspace", text, "a positive number of bytes, such as 4G or 512M", "correct the option")
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]{1,2})?)\s*([KMG]?)\s*", text, flags=re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match and len(text) < 40 else 0
+    _check_bytes(size, text)
     return size
 
 
+def _check_bytes(size: int, given: object) -> None:
+    if not 1 <= size <= _INT64_MAX:
+        raise InputError(
+            "--workspace", given, "a positive number of bytes below 2^63, such as 4G or 512M", "correct the option"
+        )
+
+
 def _check_output(engine: Path, sources: Sequence[Path]) -> None:
-    what = f"output {engine}"
-    for source in sources:
-        if engine.exists() and engine.samefile(source):
-            raise InputError(what, "a file of the model itself", "another file", "give another name with -o")
-    if not engine.parent.is_dir():
-        raise InputError(what, f"no folder {engine.parent}", "an existing folder", "create it, or correct -o")
+    check_writable(engine)
+    check_writable(manifest_path(engine))
     for file in (engine, manifest_path(engine)):
-        if file.is_dir():
-            raise InputError(f"output {file}", "a folder", "a file name", "correct -o")
-    if not os.access(engine.parent, os.W_OK):
-        raise InputError(what, f"no right to write in {engine.parent}", "a writable folder", "give another with -o")
+        for source in sources:
+            if file.exists() and file.samefile(source):
+                raise InputError("OUT", file, "another file than those of MODEL", "choose another name with -o")
 
 
 def _interruptible(work: Callable[[threading.Event], _Result]) -> _Result:

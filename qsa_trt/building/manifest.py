@@ -5,14 +5,12 @@ Engine and manifest appear together or not at all.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import re
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from qsa_plugin import contract
 from qsa_plugin.errors import FailedError
 
 from .. import __version__
+from ..patching.files import new_file
 from .network import PREVIEW_FEATURE, BuildOptions, uses_alias
 from .patched_model import PatchedModel, QsaNode
 from .profiles import Profile, Shape, Sizes
@@ -153,7 +152,7 @@ def write_engine(engine: Path, serialized: Any, manifest: Json) -> Json:
     }
     text = _readable(json.dumps(complete, indent=2)) + "\n"
     try:
-        with _temporary(engine) as new_engine, _temporary(manifest_path(engine)) as new_manifest:
+        with new_file(engine) as new_engine, new_file(manifest_path(engine)) as new_manifest:
             new_engine.write_bytes(data)
             new_manifest.write_text(text, encoding="utf-8")
             _move_both(new_engine, engine, new_manifest, manifest_path(engine))
@@ -166,25 +165,6 @@ def write_engine(engine: Path, serialized: Any, manifest: Json) -> Json:
 def _readable(text: str) -> str:
     """JSON with every list of numbers on one line: shapes fill the manifest."""
     return re.sub(r"\[\n[\s\d,]+\]", lambda match: re.sub(r"\s+", "", match[0]).replace(",", ", "), text)
-
-
-@contextlib.contextmanager
-def _temporary(target: Path) -> Iterator[Path]:
-    """A new file beside `target`; whatever is left of it at the end goes."""
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    os.close(handle)
-    path = Path(name)
-    try:
-        path.chmod(0o666 & ~_umask())
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    current = os.umask(0o077)
-    os.umask(current)
-    return current
 
 
 def _move_both(new_engine: Path, engine: Path, new_manifest: Path, manifest: Path) -> None:

@@ -38,7 +38,7 @@ def parse_targets(trt: Any, flavour: str, targets: Sequence[str]) -> tuple[str, 
         InputError: this TensorRT builds for the GPU at hand only, or does not know a target.
     """
     spelled = [t.strip() for item in targets for t in item.split(",") if t.strip()]
-    if not spelled:
+    if not targets:
         return ()
     if flavour != "tensorrt_rtx":
         raise InputError(
@@ -52,7 +52,7 @@ def parse_targets(trt: Any, flavour: str, targets: Sequence[str]) -> tuple[str, 
         for member in trt.ComputeCapability.__members__
         if member.startswith("SM")
     }
-    for target in spelled:
+    for target in spelled or [""]:
         if target not in known:
             raise InputError("--target", target, "one or more of " + ", ".join(known), "correct the option")
     return tuple(known[target] for target in dict.fromkeys(spelled))

@@ -217,7 +217,8 @@ def _check_fixed_types(nodes: tuple[QsaNode, ...], types: Mapping[str, TensorTyp
 
 
 def _type_name(elem_type: int) -> str:
-    return str(TensorProto.DataType.Name(elem_type)).lower()
+    known = elem_type in TensorProto.DataType.values()
+    return str(TensorProto.DataType.Name(elem_type)).lower() if known else f"element type {elem_type}"
 
 
 @dataclass

@@ -212,7 +212,7 @@ def _unknown(model: PatchedModel, name: str) -> InputError:
     )
 
 
-_SHAPE = r"\[(?:\s*\d+\s*(?:,\s*\d+\s*)*)?\]"
+_SHAPE = r"\[(?:\s*[0-9]+\s*(?:,\s*[0-9]+\s*)*)?\]"
 _OVERRIDE = re.compile(rf"(?P<target>.+):\s*(?P<min>{_SHAPE})/(?P<opt>{_SHAPE})/(?P<max>{_SHAPE})")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,23 @@ def load_config(config: str | os.PathLike[str] | Config | None) -> Config:
     """The text part of a config; empty when none is given.
 
     Raises:
-        InputError: the file is missing or no JSON object.
+        InputError: the file is missing or no JSON object, or a section of it is none.
     """
     if config is None:
         return {}
     if not isinstance(config, Mapping):
         config = _read_json(Path(config))
-    text = config.get("text_config")
-    return text if isinstance(text, Mapping) else config
+    text = _section(config, "text_config") or config
+    for name in ("rope_parameters", "rope_scaling"):
+        _section(text, name)
+    return text
+
+
+def _section(config: Config, name: str) -> Config | None:
+    section = config.get(name)
+    if section is not None and not isinstance(section, Mapping):
+        raise InputError(f"config {name}", section, "a JSON object", "correct the config, or give the right file")
+    return section
 
 
 def _read_json(path: Path) -> Config:
@@ -47,7 +57,7 @@ def _read_json(path: Path) -> Config:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError("--config", path, f"a readable file ({error.strerror})", fix) from error
-    except ValueError as error:  # not JSON, or not even text
+    except (ValueError, RecursionError) as error:  # not JSON, or not even text
         raise InputError("--config", path, "a JSON file", fix) from error
     if not isinstance(content, Mapping):
         raise InputError("--config", path, "a JSON object", fix)
@@ -74,6 +84,6 @@ def _number(config: Config, key: str) -> float | None:
     value = config.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise InputError(f"config {key}", value, "a positive number", "correct the config, or give the right file")
     return value

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-from onnx import external_data_helper
 
-from qsa_plugin.errors import InputError
+from qsa_plugin.errors import FailedError, InputError
 
-from .graph_index import subgraphs
+from .well_formed import check_well_formed
 
 PATCHED_SUFFIX = ".qsa.onnx"
 _PROTOBUF_LIMIT = (1 << 31) - 1
 _EXPORT_AGAIN = "give a complete ONNX file"
+_OTHER_NAME = "choose another name with -o"
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,16 @@ def load_model(path: str | os.PathLike[str]) -> ModelFile:
     """Load a model without its external data.
 
     Raises:
-        InputError: no such file, empty, truncated, not ONNX, or external data missing or outside the model's folder.
+        InputError: no such file, empty, truncated, not ONNX, or malformed as `check_well_formed` says.
     """
     path = Path(path)
-    if not path.is_file():
-        raise InputError("MODEL", path, "an ONNX file", "check the path")
     try:
+        if not path.is_file():
+            raise InputError("MODEL", path, "an ONNX file", "check the path")
+        str(path).encode()
         data = path.read_bytes()
+    except UnicodeEncodeError as error:  # TensorRT and onnx open files by names in UTF-8
+        raise InputError("MODEL", ascii(str(path)), "a file name in UTF-8", "rename the file") from error
     except OSError as error:
         raise InputError("MODEL", path, f"a readable file ({error.strerror})", "check its permissions") from error
     if not data:
@@ -59,37 +64,7 @@ def load_model(path: str | os.PathLike[str]) -> ModelFile:
         raise InputError("MODEL", f"{path} (not ONNX, or truncated)", "an ONNX file", _EXPORT_AGAIN) from error
     if not model.ir_version or not model.opset_import or not model.graph.node:
         raise InputError("MODEL", f"{path} (no graph in it)", "an ONNX file", _EXPORT_AGAIN)
-    external = tuple(dict.fromkeys(info.location for info in _external_infos(model)))
-    for location in external:
-        _check_external(path, location)
-    return ModelFile(path, model, external)
-
-
-def _check_external(path: Path, location: str) -> None:
-    folder = path.parent.resolve()
-    target = (folder / location).resolve()
-    if not target.is_relative_to(folder):
-        raise InputError("external data", location, f"a path inside {path.parent}", "move the data next to the model")
-    if not target.is_file():
-        raise InputError("external data", location, f"a file in {path.parent}", "copy it next to the model")
-
-
-def _external_infos(model: onnx.ModelProto) -> Iterator[external_data_helper.ExternalDataInfo]:
-    for tensor in all_tensors(model.graph):
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            yield external_data_helper.ExternalDataInfo(tensor)
-
-
-def all_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor stored in a graph and its bodies: initializers and attributes."""
-    yield from graph.initializer
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.TENSOR:
-                yield attribute.t
-            yield from attribute.tensors
-        for body in subgraphs(node):
-            yield from all_tensors(body)
+    return ModelFile(path, model, check_well_formed(model, path.parent))
 
 
 def default_output(model: Path) -> Path:
@@ -97,21 +72,61 @@ def default_output(model: Path) -> Path:
     return model.with_name(model.name.removesuffix(".onnx") + PATCHED_SUFFIX)
 
 
+def check_writable(output: Path) -> None:
+    """Make sure that a file can be written, by making and removing an empty one beside it.
+
+    Raises:
+        InputError: it is a folder, a device or a pipe, or in a folder that is missing or not writable.
+    """
+    try:
+        if output.is_dir():
+            raise InputError("OUT", output, "a file", "name the file to write")
+        if output.exists() and not output.is_file():
+            raise InputError("OUT", output, "a regular file, no device or pipe", _OTHER_NAME)
+        if not output.parent.is_dir():
+            raise InputError("OUT", output, "a file in an existing folder", f"create {output.parent} first")
+        if output.exists() and not os.access(output, os.W_OK):
+            raise InputError("OUT", output, "a writable file", "check the permissions, or " + _OTHER_NAME)
+        str(output).encode()
+        with new_file(output):
+            pass
+    except UnicodeEncodeError as error:
+        raise InputError("OUT", ascii(str(output)), "a file name in UTF-8", _OTHER_NAME) from error
+    except OSError as error:
+        raise InputError(
+            "OUT", output, f"a writable file ({error.strerror})", "check the permissions, or " + _OTHER_NAME
+        ) from error
+
+
+@contextlib.contextmanager
+def new_file(target: Path) -> Iterator[Path]:
+    """A new empty file beside `target`, to be moved onto it when it is complete; whatever is left of it goes."""
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    os.close(handle)
+    path = Path(name)
+    try:
+        path.chmod(0o666 & ~_umask())
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    current = os.umask(0o077)
+    os.umask(current)
+    return current
+
+
 def check_output(source: ModelFile, output: Path) -> None:
     """Make sure that `output` can be written, and that writing it destroys nothing.
 
     Raises:
-        InputError: OUT is MODEL itself, a folder, or in a folder that is missing or not writable, or another file
-            there has the name of the model's external data.
+        InputError: as `check_writable`; OUT is MODEL itself, or another file there has the name of the model's
+            external data.
     """
+    check_writable(output)
     if output.exists() and output.samefile(source.path):
-        raise InputError("OUT", output, "another file than MODEL", "choose another name with -o")
-    if output.is_dir():
-        raise InputError("OUT", output, "a file", "name the file to write")
-    if not output.parent.is_dir():
-        raise InputError("OUT", output, "a file in an existing folder", f"create {output.parent} first")
-    if not os.access(output.parent, os.W_OK) or (output.exists() and not os.access(output, os.W_OK)):
-        raise InputError("OUT", output, "a writable file", "check the permissions, or choose another name with -o")
+        raise InputError("OUT", output, "another file than MODEL", _OTHER_NAME)
     for location, target in _copies(source, output):
         if target.exists() and not filecmp.cmp(source.folder / location, target, shallow=False):
             raise InputError(
@@ -123,22 +138,27 @@ def save_model(model: onnx.ModelProto, source: ModelFile, output: Path) -> None:
     """Write the model and, when it goes to another folder, copies of its external data; all or nothing.
 
     Raises:
-        InputError: the disk refused.
+        InputError: the model is too large for one file.
+        FailedError: the disk refused.
     """
     if model.ByteSize() > _PROTOBUF_LIMIT:
         raise InputError(
             "MODEL", source.path, "weights in external data", "save it with external data first (over 2 GB)"
         )
+    copied: list[Path] = []
     try:
         for location, target in _copies(source, output):
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
+                copied.append(target)
                 _write(target, source.folder / location)
         _write(output, model.SerializeToString())
-    except OSError as error:
-        raise InputError(
-            "OUT", output, f"a writable file ({error.strerror})", "free space or choose another"
-        ) from error
+    except BaseException as error:
+        for target in copied:
+            target.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise FailedError(f"cannot write {output}: {error.strerror}; nothing was written") from error
+        raise
 
 
 def _copies(source: ModelFile, output: Path) -> list[tuple[str, Path]]:
@@ -150,14 +170,9 @@ def _copies(source: ModelFile, output: Path) -> list[tuple[str, Path]]:
 
 def _write(target: Path, content: bytes | Path) -> None:
     """Write bytes, or copy a file, through a temporary name in the same folder."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            if isinstance(content, Path):
-                with content.open("rb") as origin:
-                    shutil.copyfileobj(origin, file)
-            else:
-                file.write(content)
+    with new_file(target) as temporary:
+        if isinstance(content, Path):
+            shutil.copyfile(content, temporary)
+        else:
+            temporary.write_bytes(content)
         temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -15,6 +15,8 @@ from .config import Config
 from .graph_index import GraphIndex
 from .verify import Cut
 
+_PROTOBUF_LIMIT = (1 << 31) - 1
+
 
 def baked_table(
     index: GraphIndex, cuts: Sequence[Cut], rotary_dims: int, max_positions: int, config: Config
@@ -22,11 +24,19 @@ def baked_table(
     """The table fp32 `[1, max_positions, rotary_dims]`, and where its frequencies come from.
 
     Raises:
-        InputError: neither the model nor the config holds inverse frequencies, or the config's rope type cannot be
-            baked (dynamic, longrope).
+        InputError: the table does not fit an ONNX file, neither the model nor the config holds inverse frequencies, or
+            the config's rope type cannot be baked (dynamic, longrope).
         RefusedError: the model scales its cosines or holds several sets of frequencies (dynamic, longrope), or the
             config disagrees with it.
     """
+    most = _PROTOBUF_LIMIT // (4 * rotary_dims)
+    if max_positions > most:
+        raise InputError(
+            "--max-positions",
+            max_positions,
+            f"at most {most}, since an ONNX file holds 2 GB",
+            "lower it, or leave the rope table a graph input",
+        )
     found = _inv_freq(index, cuts, rotary_dims)
     wanted = rope_from_config(config) if config else None
     if found is None and wanted is None:

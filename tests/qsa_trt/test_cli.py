@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +69,8 @@ def test_a_missing_file_prints_one_line_and_exits_2(capsys: pytest.CaptureFixtur
         (InputError("option --x", 3, "an even number", "pass 4"), 2),
         (RefusedError("layer 0: no"), 1),
         (KeyboardInterrupt(), 130),
+        (OSError(28, "No space left on device"), 1),
+        (MemoryError(), 1),
     ],
 )
 def test_exit_codes_follow_the_error_tree(
@@ -98,3 +104,53 @@ def test_contract_command_prints_every_name_and_the_docs_hold_the_same_text(caps
     for item in (*contract.INPUTS, *contract.OUTPUTS, *contract.ATTRIBUTES):
         assert f"`{item.name}`" in out
     assert out.strip() in (DOCS / "contract.md").read_text()
+
+
+def test_a_line_end_in_a_name_does_not_make_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "patch-onnx", "two\nlines.onnx")
+    assert (code, err) == (2, "qsa-trt: error: MODEL: got two lines.onnx; expected an ONNX file; check the path\n")
+
+
+def test_no_command_prints_the_help_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys)
+    assert (code, out) == (2, "")
+    assert "Usage: qsa-trt" in err
+
+
+def in_process(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_ctrl_c_while_the_packages_are_imported_prints_one_line() -> None:
+    """As if the signal came in the middle of an import."""
+    code = """
+import sys
+from qsa_trt.__main__ import run
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "qsa_trt.cli":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+run()
+"""
+    done = in_process(code, stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "qsa-trt: interrupted; nothing was written\n")
+
+
+RUN = "import sys; sys.argv[1:] = ['contract']; from qsa_trt.__main__ import run; run()"
+
+
+def test_a_full_disk_behind_stdout_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = in_process(RUN, stdout=full)
+    assert (done.returncode, done.stderr) == (1, "qsa-trt: error: No space left on device: standard output\n")
+
+
+def test_a_reader_that_went_away_is_no_error_message() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = in_process(RUN, stdout=writer)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")

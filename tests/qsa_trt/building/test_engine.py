@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -272,6 +275,19 @@ def test_a_callback_that_fails_silently_does_not_pass(
 
 def test_tensorrts_own_error_is_shown(model_file: Callable[..., Path]) -> None:
     assert re.fullmatch(r"the build failed: .+Error Code \d+: .+", failure(model_file(), workspace=1))
+
+
+def test_a_failed_build_of_several_layers_leaves_the_process_whole(model_file: Callable[..., Path]) -> None:
+    """In a process of its own: without `clone`'s reference TensorRT frees a plugin twice, and glibc aborts."""
+    code = f"""
+import sys
+from qsa_trt.cli import main
+sys.exit(main(["build-engine", {str(model_file(2))!r}, "--max-kv-len", "256", "--workspace", "1"]))
+"""
+    environment = os.environ | {"MALLOC_CHECK_": "3", "LD_PRELOAD": "libc_malloc_debug.so.0"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "qsa-trt: error: the build failed: " in done.stderr
 
 
 def test_a_failed_build_keeps_an_older_engine(model_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,17 +19,16 @@ from tests.support.requirements import needs_rtx
 CHILD = """
 import sys, time
 from qsa_plugin.plugin import Callbacks
-from qsa_trt.building import build_engine
+from qsa_trt.__main__ import run
 configure = Callbacks.configure_plugin
 def slow(self, *args):
-    print("configuring", flush=True)
+    print("configuring", file=sys.__stdout__, flush=True)
     time.sleep(0.3)
     return configure(self, *args)
 Callbacks.configure_plugin = slow
-try:
-    build_engine(sys.argv[1], tensorrt="tensorrt_rtx")
-except KeyboardInterrupt:
-    sys.exit(130)
+sys.stdout = sys.stderr  # the pipe holds the lines of above only
+sys.argv[1:] = ["build-engine", sys.argv[1], "--tensorrt", "tensorrt_rtx"]
+run()
 """
 
 pytestmark = needs_rtx

@@ -60,35 +60,54 @@ def test_targets_are_checked(model_file: Callable[..., Path]) -> None:
     )
 
 
+@pytest.mark.parametrize("target", ["", ","])
+def test_a_target_without_a_name_is_refused(model_file: Callable[..., Path], target: str) -> None:
+    assert refusal(model_file(), target=[target]).startswith("--target: got ; expected one or more of sm_75, ")
+
+
 def test_workspace_is_checked(model_file: Callable[..., Path]) -> None:
     assert refusal(model_file(), workspace=0) == (
-        "--workspace: got 0; expected a positive number of bytes, such as 4G; correct the option"
+        "--workspace: got 0; expected a positive number of bytes below 2^63, such as 4G or 512M; correct the option"
     )
 
 
-def test_outputs_are_checked(model_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_are_checked(model_file: Callable[..., Path]) -> None:
     path = model_file()
     folder = path.parent
-    assert refusal(path, output=path) == (
-        f"output {path}: got a file of the model itself; expected another file; give another name with -o"
+    other = "choose another name with -o"
+    assert refusal(path, output=path) == f"OUT: got {path}; expected another file than those of MODEL; {other}"
+    assert refusal(path, output=folder) == f"OUT: got {folder}; expected a file; name the file to write"
+    assert refusal(path, output=Path()) == "OUT: got .; expected a file; name the file to write"
+    missing = folder / "none" / "x.engine"
+    assert refusal(path, output=missing) == (
+        f"OUT: got {missing}; expected a file in an existing folder; create {folder / 'none'} first"
     )
-    assert refusal(path, output=folder) == (f"output {folder}: got a folder; expected a file name; correct -o")
-    assert refusal(path, output=folder / "none" / "x.engine") == (
-        f"output {folder / 'none' / 'x.engine'}: got no folder {folder / 'none'}; expected an existing folder; "
-        "create it, or correct -o"
+    assert refusal(path, output=Path("/proc/x.engine")).startswith(
+        "OUT: got /proc/x.engine; expected a writable file ("
     )
-    monkeypatch.setattr(engine_module.os, "access", lambda *_: False)  # root may write anywhere
-    assert refusal(path, output=folder / "x.engine") == (
-        f"output {folder / 'x.engine'}: got no right to write in {folder}; expected a writable folder; "
-        "give another with -o"
+    long = folder / ("x" * 240)  # the manifest's name is longer
+    assert refusal(path, output=long).startswith(f"OUT: got {long}")
+    assert list(folder.iterdir()) == [path]
+
+
+def test_the_manifest_does_not_replace_the_model(model_file: Callable[..., Path]) -> None:
+    path = model_file()
+    model = path.rename(path.with_name("x.engine.json"))
+    assert refusal(model, output=path.with_name("x.engine")) == (
+        f"OUT: got {model}; expected another file than those of MODEL; choose another name with -o"
     )
+
+
+@pytest.mark.parametrize("path", [Path(), Path("/")])
+def test_folders_are_no_models(path: Path) -> None:
+    assert refusal(path) == f"MODEL: got {path}; expected an ONNX file; check the path"
 
 
 def test_a_manifest_name_that_is_a_folder_is_refused(model_file: Callable[..., Path]) -> None:
     path = model_file()
     (path.parent / "x.engine.json").mkdir()
     assert refusal(path, output=path.parent / "x.engine") == (
-        f"output {path.parent / 'x.engine.json'}: got a folder; expected a file name; correct -o"
+        f"OUT: got {path.parent / 'x.engine.json'}; expected a file; name the file to write"
     )
 
 
@@ -100,10 +119,14 @@ def test_bytes_are_read_as_polygraphy_spells_them(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "G", "four", "-1", "0", "4T", "1e", "0.1"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "G", "four", "-1", "0", "4T", "1e", "0.1", "1e999", "9223372036854775808", "99999999999G", "\u0661G"],
+)
 def test_other_spellings_of_bytes_are_refused(text: str) -> None:
     with pytest.raises(InputError) as error:
         parse_bytes(text)
     assert str(error.value) == (
-        f"--workspace: got {text}; expected a positive number of bytes, such as 4G or 512M; correct the option"
+        f"--workspace: got {text}; expected a positive number of bytes below 2^63, such as 4G or 512M; "
+        "correct the option"
     )

@@ -169,7 +169,23 @@ def test_config_of_a_multimodal_model(tmp_path: Path) -> None:
     assert load_config(path) == CONFIG
 
 
-@pytest.mark.parametrize("value", ["8", True, -1, 0])
+@pytest.mark.parametrize("value", ["8", [8], True, -1, 0, 10**400, math.inf, math.nan])
 def test_config_values_are_positive_numbers(value: object) -> None:
     with pytest.raises(InputError, match=r"config num_attention_heads: got .*; expected a positive number"):
         config_value({"num_attention_heads": value}, "num_q_heads")
+
+
+@pytest.mark.parametrize("name", ["text_config", "rope_parameters", "rope_scaling"])
+def test_config_sections_are_objects(name: str) -> None:
+    with pytest.raises(InputError) as error:
+        load_config({name: [1]})
+    assert str(error.value) == (
+        f"config {name}: got [1]; expected a JSON object; correct the config, or give the right file"
+    )
+
+
+def test_config_nested_too_deeply(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("[" * 200_000)
+    with pytest.raises(InputError, match="expected a JSON file; give the model's config"):
+        load_config(path)

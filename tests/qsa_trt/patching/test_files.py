@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from qsa_plugin.errors import InputError
+from qsa_plugin.errors import FailedError, InputError
 from qsa_trt.patching import files, patch_onnx
 from qsa_trt.recording import PatchedSession
 from tests.support.graphs import load
@@ -29,6 +29,13 @@ def error_of(path: Path) -> str:
 def test_missing_file(tmp_path: Path) -> None:
     path = tmp_path / "none.onnx"
     assert error_of(path) == f"MODEL: got {path}; expected an ONNX file; check the path"
+
+
+def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+    assert "a readable file (File name too long); check its permissions" in error_of(tmp_path / ("x" * 300))
+    path = tmp_path / "\udcff.onnx"
+    path.write_bytes(LM.read_bytes())
+    assert error_of(path).endswith("\\udcff.onnx'; expected a file name in UTF-8; rename the file")
 
 
 def test_folder_is_no_model(tmp_path: Path) -> None:
@@ -156,7 +163,27 @@ class TestOutput:
 
     def test_not_writable(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
-        self.refused(tmp_path / "out.onnx", "a writable file; check the permissions")
+        output = tmp_path / "out.onnx"
+        output.write_bytes(b"read-only")
+        self.refused(output, "a writable file; check the permissions, or choose another name with -o")
+
+    def test_folder_is_not_writable(self) -> None:
+        self.refused(Path("/proc/out.onnx"), r"a writable file \(.+\); check the permissions, or choose another")
+
+    def test_name_is_too_long(self, tmp_path: Path) -> None:
+        self.refused(tmp_path / ("x" * 300), r"a writable file \(File name too long\)")
+        self.refused(tmp_path / ("x" * 250), r"a writable file \(File name too long\)")  # with the temporary's suffix
+        assert not list(tmp_path.iterdir())
+
+    def test_is_a_pipe(self, tmp_path: Path) -> None:
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        self.refused(pipe, "a regular file, no device or pipe; choose another name with -o")
+        assert pipe.is_fifo()
+
+    def test_name_is_no_utf8(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match=r"OUT: got '.*\\udcff\.onnx'; expected a file name in UTF-8; choose a"):
+            patch_onnx(LM, tmp_path / "\udcff.onnx")
 
 
 def test_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,10 +195,28 @@ def test_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(InputError, match=r"a writable file \(No space left on device\)"):
+    with pytest.raises(FailedError, match=f"cannot write {output}: No space left on device; nothing was written"):
         patch_onnx(LM, output)
     assert [p.name for p in tmp_path.iterdir()] == ["out.onnx"]
     assert output.read_bytes() == b"the file from before"
+
+
+def test_failed_write_takes_back_the_copies(external: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are copied, the model is not: neither stays. Ctrl-C at that moment does the same."""
+    output = tmp_path / "elsewhere" / "out.onnx"
+    output.parent.mkdir()
+    replace = Path.replace
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if target == output:
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        patch_onnx(external, output)
+    assert [p for p in output.parent.rglob("*") if p.is_file()] == []
+    assert (external.parent / "weights/lm.data").is_file()
 
 
 def test_too_large_for_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

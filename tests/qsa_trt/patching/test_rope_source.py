@@ -73,6 +73,16 @@ def test_nothing_to_bake_from(tmp_path: Path) -> None:
     assert not (tmp_path / "out.onnx").exists()
 
 
+@pytest.mark.parametrize("positions", [2**24, 2**31, 10**20])
+def test_more_positions_than_a_file_holds(positions: int, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        patch_onnx(MODELS / "qsa_lm.onnx", tmp_path / "out.onnx", rope_table="initializer", max_positions=positions)
+    assert str(error.value) == (
+        f"--max-positions: got {positions}; expected at most 16777215, since an ONNX file holds 2 GB; lower it, or"
+        " leave the rope table a graph input"
+    )
+
+
 def test_config_with_another_theta(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="inverse frequencies are not those of the config's rope parameters"):
         bake(load(), tmp_path, with_rope(rope_theta=1e4))

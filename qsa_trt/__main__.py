@@ -1,0 +1,27 @@
+"""What the command `qsa-trt` starts: `cli.main`, safe from Ctrl-C before and after it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def run() -> None:
+    """Run the command line and exit with its code."""
+    try:
+        from .cli import main
+
+        code = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("qsa-trt: interrupted; nothing was written", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:  # nobody reads the rest of the results
+        code = 1
+    if code == 130:
+        os._exit(code)  # TensorRT may still be building in a thread, which the end of the interpreter would abort
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    run()

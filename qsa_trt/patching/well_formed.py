@@ -1,0 +1,147 @@
+"""Checks of a loaded ONNX file that are cheap and need no shapes: names, operand counts, sizes of stored tensors.
+
+`onnx.checker` refuses working exports for other reasons (unknown operators, missing imports), so it is no judge here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import onnx
+from onnx import TensorProto, external_data_helper, helper
+
+from qsa_plugin.errors import InputError
+
+from .graph_index import subgraphs
+
+_EXPORT_AGAIN = "export the model again"
+#: Bits of the element types that NumPy cannot tell by an item size of their own.
+_PACKED_BITS = {
+    getattr(TensorProto, name): bits
+    for name, bits in {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}.items()
+    if hasattr(TensorProto, name)
+}
+
+
+def check_well_formed(model: onnx.ModelProto, folder: Path) -> tuple[str, ...]:
+    """Check nodes and tensors; returns the locations of external data, relative to `folder`.
+
+    Raises:
+        InputError: a node without a legal name or with too few operands, a tensor of an unknown type or whose data is
+            shorter or longer than its dims say, or external data that is missing, too short, or outside `folder`.
+    """
+    versions = {entry.domain: entry.version for entry in model.opset_import}
+    locations: dict[str, None] = {}
+    for graph in _graphs(model.graph):
+        for node in graph.node:
+            _check_node(node, versions)
+        for tensor in _tensors(graph):
+            size = _stored_bytes(tensor)
+            if tensor.data_location == TensorProto.EXTERNAL:
+                locations[_check_external(tensor, size, folder)] = None
+            else:
+                _check_stored(tensor, size)
+    return tuple(locations)
+
+
+def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    yield graph
+    for node in graph.node:
+        for body in subgraphs(node):
+            yield from _graphs(body)
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[TensorProto]:
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.TENSOR:
+                yield attribute.t
+            yield from attribute.tensors
+
+
+def _check_node(node: onnx.NodeProto, versions: dict[str, int]) -> None:
+    names = (node.name, node.op_type, node.domain, *node.input, *node.output)
+    if not all(isinstance(name, str) for name in names):  # protobuf hands out what is no UTF-8 as bytes
+        raise InputError(f"node {node.name!r}", "a name that is no UTF-8 text", "names in UTF-8", _EXPORT_AGAIN)
+    label = f"node {node.name or next(iter(node.output), '')} ({node.op_type})"
+    inputs, outputs = _fewest_operands(node.op_type, node.domain, versions.get(node.domain, 0))
+    if len(node.input) < inputs:
+        raise InputError(label, f"{len(node.input)} inputs", f"at least {inputs}", _EXPORT_AGAIN)
+    if len(node.output) < outputs:
+        raise InputError(label, f"{len(node.output)} outputs", f"at least {outputs}", _EXPORT_AGAIN)
+
+
+@cache
+def _fewest_operands(op_type: str, domain: str, version: int) -> tuple[int, int]:
+    """Fewest inputs and outputs of an operator; every node makes something, whatever its operator."""
+    try:
+        schema = onnx.defs.get_schema(op_type, version, domain)
+    except onnx.defs.SchemaError:
+        return 0, 1
+    return schema.min_input, max(1, schema.min_output)
+
+
+def _stored_bytes(tensor: TensorProto) -> int | None:
+    """Bytes of the raw form; None for strings, which have none."""
+    if tensor.data_type == TensorProto.STRING:
+        return None
+    count: int = math.prod(tensor.dims)
+    try:
+        if tensor.data_type in _PACKED_BITS:
+            return math.ceil(count * _PACKED_BITS[tensor.data_type] / 8)
+        return count * int(helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+    except KeyError as error:
+        raise InputError(
+            f"tensor {tensor.name}", f"element type {tensor.data_type}", "a type of this onnx package", _EXPORT_AGAIN
+        ) from error
+
+
+def _check_stored(tensor: TensorProto, size: int | None) -> None:
+    what, dims = f"tensor {tensor.name}", list(tensor.dims)
+    if tensor.HasField("raw_data"):
+        if len(tensor.raw_data) != size:
+            raise InputError(what, f"{len(tensor.raw_data)} bytes", f"{size} bytes for dims {dims}", _EXPORT_AGAIN)
+    elif tensor.data_type not in (*_PACKED_BITS, TensorProto.COMPLEX64, TensorProto.COMPLEX128):
+        count = len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type)))
+        if count != math.prod(dims):
+            raise InputError(what, f"{count} elements", f"{math.prod(dims)} for dims {dims}", _EXPORT_AGAIN)
+
+
+def _check_external(tensor: TensorProto, size: int | None, folder: Path) -> str:
+    """The location of the tensor's data, which is there and long enough."""
+    what = f"external data of {tensor.name}"
+    try:
+        info = external_data_helper.ExternalDataInfo(tensor)
+    except ValueError as error:
+        entries = ", ".join(f"{entry.key} {entry.value!r}" for entry in tensor.external_data)
+        raise InputError(what, entries, "offset and length as numbers from 0", _EXPORT_AGAIN) from error
+    location = str(info.location)
+    available = _file_size(location, folder)
+    offset, length = info.offset or 0, info.length
+    if size is None or (length or size) != size:
+        raise InputError(what, f"length {length}", f"{size} for dims {list(tensor.dims)}", _EXPORT_AGAIN)
+    if offset + size > available:
+        raise InputError(
+            f"external data {location}",
+            f"{available} bytes",
+            f"at least {offset + size} bytes, where {tensor.name} ends",
+            "copy the whole file next to the model again",
+        )
+    return location
+
+
+def _file_size(location: str, folder: Path) -> int:
+    base = folder.resolve()
+    try:
+        target = (base / location).resolve()
+        if not target.is_relative_to(base):
+            raise InputError("external data", location, f"a path inside {folder}", "move the data next to the model")
+        if location and target.is_file():
+            return target.stat().st_size
+    except (OSError, ValueError):  # no name that a file can have
+        pass
+    raise InputError("external data", repr(location)[1:-1], f"a file in {folder}", "copy it next to the model")
