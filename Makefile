@@ -2,9 +2,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 -m 'not compile_table'
 
-.PHONY: help demo test check format oracle models clean
+.PHONY: help demo test check format oracle models compile-test gpu-test clean
 
 help:  ## show these lines
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,6 +31,12 @@ demo: $(VENV)/.demo  ## patch, compare and build an engine from the sample model
 
 test: $(VENV)/.test  ## run the tests (those that need torch, a GPU or TensorRT say so when it is absent)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+compile-test: $(VENV)/.test  ## compile every kernel for every architecture (no GPU)
+	$(BIN)/python -m pytest -n 2 -m compile_table
+
+gpu-test: $(VENV)/.oracle  ## run the CUDA kernels on this machine's GPU
+	$(BIN)/python -m pytest -m gpu
 
 check: $(VENV)/.test  ## lint, format check and types
 	$(BIN)/ruff check .

@@ -186,14 +186,16 @@ class Callbacks:
 
         Raises:
             ContractError: a shape, dtype or address that the contract forbids; nothing was launched.
-            PluginError: the call is legal, but this version holds no CUDA kernels.
+            PluginError: the call is legal, but this version does not launch its CUDA kernels from TensorRT.
         """
         call = self._call(input_desc, output_desc)
         self._check_addresses(inputs, outputs, workspace)
         self._launch(call, inputs, outputs, workspace, stream)
 
     def _launch(self, call: Call, inputs: Sequence[int], outputs: Sequence[int], workspace: int, stream: int) -> None:
-        raise PluginError("the CUDA kernels are not in this version of qsa_plugin: engines can be built, not run")
+        raise PluginError(
+            "enqueue does not launch the CUDA kernels in this version of qsa_plugin: engines can be built, not run"
+        )
 
     def _call(self, input_desc: Sequence[Any], output_desc: Sequence[Any]) -> Call:
         """The sizes of this call, validated once for as long as the shapes stay the same (a step must be cheap)."""

@@ -26,11 +26,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("arch", ARCHES.values())
 @pytest.mark.parametrize("name", ["real-bf16", "largest", "smallest"])
 def test_decode_kernels_compile_without_spills(name: str, arch: str) -> None:
-    """The slow test compiles the whole table; the corners are compiled always."""
+    """`make compile-test` compiles the whole table; the corners are compiled always."""
     _compile_all(SPECIALISATIONS[name].on(arch))
 
 
-@pytest.mark.slow
+@pytest.mark.compile_table
 @pytest.mark.parametrize("arch", ARCHES.values())
 def test_the_whole_table_compiles_without_spills(arch: str) -> None:
     for spec in SPECIALISATIONS.values():
