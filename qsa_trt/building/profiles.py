@@ -138,7 +138,7 @@ def derive_profiles(
 
     Raises:
         InputError: a graph input has a dim that no size describes; an override is misspelt, names nothing, or
-            contradicts the graph; a shape is not min <= opt <= max.
+            contradicts the graph or other inputs; a shape is not min <= opt <= max.
     """
     ranges = _applicable(_ranges(sizes, single), model.fixed)
     chosen = _parse_overrides(overrides, model, tuple(ranges))
@@ -149,6 +149,7 @@ def derive_profiles(
     for profile in profiles:
         for name, shapes in profile.shapes.items():
             _check(profile.name, name, shapes, model)
+        _check_agreement(profile, model)
     return profiles
 
 
@@ -269,6 +270,36 @@ def _check(profile: str, name: str, shapes: Shapes, model: PatchedModel) -> None
             raise InputError(f"{where}, axis {axis}", got, f"{dim}, which the graph fixes", "correct --profile")
         if high > _INT32_MAX:
             raise InputError(f"{where}, axis {axis}", got, f"at most {_INT32_MAX}", "lower the sizes")
+
+
+def _check_agreement(profile: Profile, model: PatchedModel) -> None:
+    """Dims that stand for one size share at least one value, and the sizes fit each other, as far as overrides go."""
+    bounds: dict[str, tuple[int, int]] = {}  # symbol -> least and most of every dim that stands for it
+    for name, shapes in profile.shapes.items():
+        for axis, symbol in enumerate(model.symbols[name]):
+            if symbol is None:
+                continue
+            low, high = bounds.get(symbol, (0, _INT32_MAX))
+            bounds[symbol] = max(low, shapes.min[axis]), min(high, shapes.max[axis])
+            if bounds[symbol][0] > bounds[symbol][1]:
+                raise InputError(
+                    f"profile {profile.name}, input {name}, axis {axis}",
+                    f"{shapes.min[axis]} to {shapes.max[axis]}",
+                    f"{low} to {high}, as the same size ({symbol}) has in other inputs",
+                    "correct --profile, or override all of them",
+                )
+    most = {symbol: high for symbol, (_, high) in bounds.items()}
+    tokens = most.get("S", 0)
+    rules = (
+        ("kvcache_start_index", most.get("start", 0), most.get("B", _INT32_MAX), "the batch"),
+        ("rope_rotary_cos_sin", tokens, most.get("maxPos", _INT32_MAX), "its positions"),
+        ("kv_page_table", tokens, most.get("M", _INT32_MAX) * PAGE_SIZE, "the tokens of its pages"),
+    )
+    for name, size, limit, meaning in rules:
+        if size > limit:
+            raise InputError(
+                f"profile {profile.name}, {name}", f"{size} at most", f"at most {limit}, {meaning}", "correct --profile"
+            )
 
 
 def _spell(shape: Sequence[object]) -> str:

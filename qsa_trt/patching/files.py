@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 
 from qsa_plugin.errors import FailedError, InputError
 
@@ -141,10 +141,7 @@ def save_model(model: onnx.ModelProto, source: ModelFile, output: Path) -> None:
         InputError: the model is too large for one file.
         FailedError: the disk refused.
     """
-    if model.ByteSize() > _PROTOBUF_LIMIT:
-        raise InputError(
-            "MODEL", source.path, "weights in external data", "save it with external data first (over 2 GB)"
-        )
+    content = _serialize(model, source.path)
     copied: list[Path] = []
     try:
         for location, target in _copies(source, output):
@@ -152,13 +149,23 @@ def save_model(model: onnx.ModelProto, source: ModelFile, output: Path) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 copied.append(target)
                 _write(target, source.folder / location)
-        _write(output, model.SerializeToString())
+        _write(output, content)
     except BaseException as error:
         for target in copied:
             target.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise FailedError(f"cannot write {output}: {error.strerror}; nothing was written") from error
         raise
+
+
+def _serialize(model: onnx.ModelProto, path: Path) -> bytes:
+    too_large = InputError("MODEL", path, "weights in external data", "save it with external data first (over 2 GB)")
+    if model.ByteSize() > _PROTOBUF_LIMIT:
+        raise too_large
+    try:
+        return bytes(model.SerializeToString())
+    except EncodeError as error:  # a size close to the limit
+        raise too_large from error
 
 
 def _copies(source: ModelFile, output: Path) -> list[tuple[str, Path]]:

@@ -241,3 +241,32 @@ def test_table() -> None:
         "prefill  ids    [1,1]  [1,64]  [2,128]",
         "prefill  start  [0]    [0]     [0]",
     ]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "context_lengths:[9]/[9]/[9]",
+            "profile prefill, input context_lengths, axis 0: got 9 to 9; expected 1 to 1, as the same size (B) has in "
+            "other inputs; correct --profile, or override all of them",
+        ),
+        (
+            "decode:kvcache_start_index:[5]/[5]/[5]",
+            "profile decode, kvcache_start_index: got 5 at most; expected at most 1, the batch; correct --profile",
+        ),
+        (
+            "rope_rotary_cos_sin:[1,9,{r}]/[1,9,{r}]/[1,9,{r}]",
+            "profile prefill, rope_rotary_cos_sin: got 256 at most; expected at most 9, its positions; "
+            "correct --profile",
+        ),
+        (
+            "kv_page_table:[1,2,1]/[1,2,1]/[1,2,1]",
+            "profile prefill, kv_page_table: got 256 at most; expected at most 128, the tokens of its pages; "
+            "correct --profile",
+        ),
+    ],
+)
+def test_overrides_that_contradict_other_inputs(model: PatchedModel, override: str, message: str) -> None:
+    text = override.format(r=model.rope.rotary_dims)
+    assert refusal(model, [text], max_seq_len=256, max_kv_len=256) == message
