@@ -24,6 +24,7 @@ from qsa_plugin.errors import FailedError
 from qsa_plugin.plugin import Callbacks
 from qsa_trt.building import BuildReport, build_engine, plan_build
 from qsa_trt.building import manifest as manifest_module
+from qsa_trt.building.network import _parse as parse_model
 from qsa_trt.building.network import start_builder
 from qsa_trt.patching import patch_onnx
 from tests.support.qsa_graphs import SMALL, qsa_model
@@ -296,6 +297,15 @@ def test_a_failed_build_keeps_an_older_engine(model_file: Callable[..., Path], m
     before = report.engine.read_bytes(), report.manifest_file.read_text()
     failure(path, workspace=1)
     assert (report.engine.read_bytes(), report.manifest_file.read_text()) == before
+
+
+def test_a_parser_that_gives_no_reason(model_file: Callable[..., Path]) -> None:
+    clear_errors()
+    path = model_file()
+    parser = SimpleNamespace(parse_from_file=lambda _: False, num_errors=0)
+    with pytest.raises(FailedError) as error:
+        parse_model(parser, SimpleNamespace(path=path), SimpleNamespace(errors=[]))
+    assert str(error.value) == f"TensorRT's ONNX parser rejects {path}: TensorRT gave no reason"
 
 
 def test_a_builder_that_cannot_start_says_why() -> None:

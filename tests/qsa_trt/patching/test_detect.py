@@ -188,6 +188,70 @@ class TestBrokenLayers:
         split.op_type = "Identity"
         assert "is not split into two halves per head" in self.refusal(model)
 
+    def test_gate_is_used_twice(self) -> None:
+        model, layer = load(), first_layer()
+        sigmoid = next(
+            n for n in model.graph.node if n.op_type == "Sigmoid" and n.output[0] in layer.gate.multiply.inputs
+        )
+        insert(model, helper.make_node("Mul", [sigmoid.output[0]] * 2, ["square"]), after=sigmoid.output[0])
+        model.graph.output.append(helper.make_tensor_value_info("square", TensorProto.FLOAT, None))
+        assert "the gate feeds 2 Mul nodes; one was expected" in self.refusal(model)
+
+
+def open_weight(model: onnx.ModelProto, tensor: str) -> None:
+    """Make the weight behind a projection a graph input: no constant any more."""
+    producer = node(model, tensor)
+    weight = producer.input[1]
+    model.graph.input.append(helper.make_tensor_value_info("weight", TensorProto.FLOAT, None))
+    reroute(model, weight, "weight", only=tensor)
+
+
+class TestBrokenStructures:
+    """What the structure alone says of a broken layer."""
+
+    @staticmethod
+    def refusal(model: onnx.ModelProto) -> str:
+        with pytest.raises(RefusedError) as error:
+            find(structure, strip_names(model))
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    def test_indexer_without_a_projection(self) -> None:
+        model = load()
+        model.graph.input.append(helper.make_tensor_value_info("loose", TensorProto.FLOAT, None))
+        reroute(model, first_layer().projections["index_qk_proj"], "loose")
+        assert "no linear projection (index_qk) is behind the indexer's scores" in self.refusal(model)
+
+    def test_value_is_no_projection(self) -> None:
+        model = load()
+        open_weight(model, first_layer().projections["v_proj"])
+        assert (
+            "besides the query, its sibling projections are 1 normed keys and 0 values; one of each was expected"
+            in self.refusal(model)
+        )
+
+    def test_no_gated_sibling(self) -> None:
+        model, layer = load(), first_layer()
+        sigmoid = next(
+            n for n in model.graph.node if n.op_type == "Sigmoid" and n.output[0] in layer.gate.multiply.inputs
+        )
+        sigmoid.op_type = "Tanh"
+        assert "0 of its 3 sibling projections have an output gate (Sigmoid)" in self.refusal(model)
+
+    def test_missing_norm(self) -> None:
+        model, broken = load(), first_layer().norms["q_norm"]
+        reroute(model, broken.output, broken.source)
+        assert "q_norm: no RMSNorm with a constant weight (gamma) was found where this norm belongs" in self.refusal(
+            model
+        )
+
+
+def test_a_module_without_its_projection_is_refused() -> None:
+    model = load()
+    del node(model, first_layer().projections["k_proj"]).metadata_props[:]
+    with pytest.raises(RefusedError, match=r"k_proj: 0 tensors leave this module; one projection was expected"):
+        find(scopes, model)
+
 
 def test_packed_siblings_are_refused() -> None:
     with pytest.raises(RefusedError, match="projections packed into one are not supported"):

@@ -9,10 +9,12 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx import TensorProto
 
 from qsa_plugin.errors import InputError, RefusedError
 from qsa_trt.metrics import row_error
 from qsa_trt.patching import PatchReport, patch_onnx
+from qsa_trt.patching.graph_index import GraphIndex
 from qsa_trt.recording import PatchedSession
 from tests.support.graphs import load, strip_names
 from tests.support.originals import MODELS, Original
@@ -212,3 +214,10 @@ class TestSummary:
         text = self.report(tmp_path).summary()
         assert "kv_page_table int32[batch, 2, pages_per_seq]" in text
         assert "new outputs: present_key_values_0 float16[2, num_pages, 128, 2, 128]" in text
+
+
+def test_an_element_type_that_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphIndex, "elem_type", lambda *_: TensorProto.DOUBLE)
+    with pytest.raises(RefusedError, match="its element type is not known to be float, float16 or bfloat16"):
+        patch_onnx(MODELS / "qsa_lm.onnx", tmp_path / "out.onnx")
+    assert not list(tmp_path.iterdir())

@@ -164,3 +164,16 @@ def test_every_indexer_must_be_covered() -> None:
     index, anchors = anchors_of(load())
     with pytest.raises(RefusedError, match="this indexer belongs to no layer that could be found"):
         check_coverage(index, [check_layer(index, anchors[0])])
+
+
+def test_another_selection_than_topk() -> None:
+    model = load()
+    next(n for n in model.graph.node if n.op_type == "TopK").op_type = "MyTopK"
+    assert "no TopK (the indexer's choice of blocks) lies in the cut" in refusal(model)
+
+
+def test_a_value_that_nothing_reads() -> None:
+    model, layer = load(), first_layer()
+    reroute(model, layer.projections["v_proj"], layer.projections["k_proj"])
+    attach(model, "Neg", layer.projections["v_proj"], "spy")
+    assert f"the attention does not depend on v_proj ({layer.projections['v_proj']})" in refusal(model)
