@@ -14,7 +14,7 @@ def run() -> None:
         code = main()
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print("qsa-trt: interrupted; nothing was written", file=sys.stderr)
+        print("qsa-trt: interrupted; no file is left half-written", file=sys.stderr)
         code = 130
     except BrokenPipeError:  # nobody reads the rest of the results
         code = 1

@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"error: out of memory: {error or 'free some, or take smaller sizes'}")
         return 1
     except (click.Abort, KeyboardInterrupt):
-        _say("interrupted; nothing was written")
+        _say("interrupted; no file is left half-written")
         return 130
     return result if isinstance(result, int) else 0
 

@@ -134,7 +134,11 @@ sys.meta_path.insert(0, Interrupting())
 run()
 """
     done = in_process(code, stdout=subprocess.PIPE)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "qsa-trt: interrupted; nothing was written\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        130,
+        "",
+        "qsa-trt: interrupted; no file is left half-written\n",
+    )
 
 
 RUN = "import sys; sys.argv[1:] = ['contract']; from qsa_trt.__main__ import run; run()"
