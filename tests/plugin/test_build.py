@@ -16,6 +16,7 @@ from onnx import TensorProto
 from qsa_plugin import PoolIO, clear_errors, creator, ensure_rtx_library, first_error, register, tensorrt
 from qsa_plugin.contract import PAGE_SIZE
 from qsa_plugin.errors import ContractError, RefusedError
+from tests.support.plugin_host import error_logger
 from tests.support.qsa_graphs import HIDDEN, ROTARY, SMALL, qsa_model
 from tests.support.requirements import needs_rtx
 
@@ -60,10 +61,9 @@ class Build:
 
     def __init__(self, trt: Any, model: onnx.ModelProto) -> None:
         self.trt = trt
-        self.logger = trt.Logger(trt.Logger.ERROR)
-        self.builder = trt.Builder(self.logger)
+        self.builder = trt.Builder(error_logger())
         self.network = self.builder.create_network(0)
-        self.parser = trt.OnnxParser(self.network, self.logger)
+        self.parser = trt.OnnxParser(self.network, error_logger())
         self.parsed = self.parser.parse(model.SerializeToString())
 
     def plugin_layers(self) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,13 @@ def profile_descs(
         dynamic.desc.type = type_of(trt, tensor.name)
         descs.append(dynamic)
     return descs[: len(INPUTS)], descs[len(INPUTS) :]
+
+
+@cache
+def error_logger() -> Any:
+    """One logger for the process: TensorRT keeps the first it sees, and its registry logs through it for good."""
+    trt = tensorrt()
+    return trt.Logger(trt.Logger.ERROR)
 
 
 def addresses() -> tuple[list[int], list[int]]:

@@ -20,6 +20,7 @@ from qsa_trt.metrics import BF16_TIE_BAND, FP16_TIE_BAND, row_error, tie_rows
 from qsa_trt.patching.reference_body import add_reference_function, reference_function
 from qsa_trt.reference import QsaResult, qsa_attention
 from tests.support.cases import GEOMETRIES, INT32_MAX, REAL, SMALL, TINY, decode_step, geometry, random_inputs
+from tests.support.plugin_host import error_logger
 from tests.support.qsa_graphs import qsa_model
 from tests.support.reference_body import SURFACES, BodyResult, bits, body_model, run_body, selection_mask
 from tests.support.requirements import needs_rtx
@@ -311,9 +312,9 @@ def test_tensorrt_takes_the_plugin_and_not_the_body() -> None:
     model = qsa_model(2)
     add_reference_function(model)
     trt = tensorrt(register("tensorrt_rtx").flavour)
-    logger = trt.Logger(trt.Logger.ERROR)
-    network = trt.Builder(logger).create_network(0)
-    assert trt.OnnxParser(network, logger).parse(model.SerializeToString())
+    builder = trt.Builder(error_logger())
+    network = builder.create_network(0)
+    assert trt.OnnxParser(network, error_logger()).parse(model.SerializeToString())
     layers = [network.get_layer(i).type for i in range(network.num_layers)]
     assert layers.count(trt.LayerType.PLUGIN_V3) == 2
     assert trt.LayerType.TOPK not in layers
