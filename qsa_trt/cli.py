@@ -7,6 +7,7 @@ work started (arguments, files, missing packages); 130 interrupted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -58,32 +59,11 @@ def cli() -> None:
     help="Carry a plain-op definition of QsaAttention, which is what onnxruntime runs.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be done; write nothing.")
-def patch_onnx_command(
-    model: str,
-    output: str | None,
-    dtype: str | None,
-    pool_io: str,
-    rope_table: str,
-    max_positions: int | None,
-    config: str | None,
-    reference_body: bool,
-    dry_run: bool,
-) -> None:
+def patch_onnx_command(model: str, output: str | None, **options: Any) -> None:
     """Rewrite every QSA attention of the ONNX file MODEL into one QsaAttention node."""
     from .patching import patch_onnx
 
-    report = patch_onnx(
-        model,
-        output,
-        dtype=dtype,  # type: ignore[arg-type]
-        pool_io=pool_io,  # type: ignore[arg-type]
-        rope_table=rope_table,  # type: ignore[arg-type]
-        max_positions=max_positions,
-        config=config,
-        reference_body=reference_body,
-        dry_run=dry_run,
-    )
-    click.echo(report.summary())
+    click.echo(patch_onnx(model, output, **options).summary())
 
 
 @cli.command("build-engine", epilog=EPILOG)
@@ -110,37 +90,12 @@ def patch_onnx_command(
 @click.option("--workspace", metavar="BYTES", help="Limit of the builder's workspace, such as 4G.")
 @click.option("--tensorrt", metavar="FLAVOUR", help="tensorrt or tensorrt_rtx.  [default: the first one installed]")
 @click.option("-v", "--verbose", is_flag=True, help="Print TensorRT's log to stderr.")
-def build_engine_command(
-    model: str,
-    output: str | None,
-    max_batch: int | None,
-    max_seq_len: int | None,
-    max_kv_len: int | None,
-    num_pages: int | None,
-    single_profile: bool,
-    profile: tuple[str, ...],
-    target: tuple[str, ...],
-    workspace: str | None,
-    tensorrt: str | None,
-    verbose: bool,
-) -> None:
+def build_engine_command(model: str, output: str | None, workspace: str | None, **options: Any) -> None:
     """Build a TensorRT engine from the patched ONNX file MODEL."""
     from .building import parse_bytes, plan_build, run_build
 
-    plan = plan_build(
-        model,
-        output,
-        max_batch=max_batch,
-        max_seq_len=max_seq_len,
-        max_kv_len=max_kv_len,
-        num_pages=num_pages,
-        single_profile=single_profile,
-        profile=profile,
-        target=[capability for option in target for capability in option.split(",")],
-        workspace=None if workspace is None else parse_bytes(workspace),
-        verbose=verbose,
-        tensorrt=tensorrt,
-    )
+    size = None if workspace is None else parse_bytes(workspace)
+    plan = plan_build(model, output, workspace=size, **options)
     click.echo(plan.summary())
     click.echo(run_build(plan).summary())
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import pytest
 from qsa_plugin import contract
 from qsa_plugin.errors import InputError, QsaError, RefusedError
 from qsa_trt import __version__, cli
+from qsa_trt.building import build_engine
+from qsa_trt.patching import patch_onnx
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -87,6 +91,12 @@ def test_exit_codes_follow_the_error_tree(
     assert "\n" not in line
     if isinstance(error, QsaError):
         assert str(error) in err
+
+
+@pytest.mark.parametrize(("command", "function"), [("patch-onnx", patch_onnx), ("build-engine", build_engine)])
+def test_every_option_is_a_keyword_of_the_same_name(command: str, function: Callable[..., object]) -> None:
+    options = [parameter.name for parameter in cli.cli.commands[command].params]
+    assert sorted(options) == sorted(inspect.signature(function).parameters)
 
 
 def test_a_bug_keeps_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
