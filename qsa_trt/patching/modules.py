@@ -11,6 +11,7 @@ import onnx
 from .anchors import NORMS, PROJECTIONS, Anchors, find_gate, refuse
 from .graph_index import GraphIndex, Node
 from .norms import RmsNorm
+from .structure import with_bias
 
 _INDEXER = "indexer.index_qk_proj"
 #: Module of every anchor below the attention module.
@@ -28,7 +29,7 @@ class _Modules:
     paths: dict[Node, str]
 
     def projection(self, layer: str, name: str) -> str:
-        """The one tensor that leaves the module of a projection."""
+        """The one tensor that leaves the module of a projection, behind the Add of a bias that lost its module."""
         module = _join(layer, _PROJECTION_MODULES[name])
         nodes = self.by_path.get(module, [])
         leaving = {
@@ -39,7 +40,9 @@ class _Modules:
         }
         if len(leaving) != 1:
             refuse(layer, module, f"{len(leaving)} tensors leave this module; one projection was expected")
-        return leaving.pop()
+        projection = self.index.producer(leaving.pop())
+        assert projection is not None  # a node of the module made it
+        return with_bias(self.index, projection)
 
     def norm(self, layer: str, name: str) -> RmsNorm:
         """The RMSNorm of a module; an unrolled graph repeats it, with the same weight."""

@@ -22,6 +22,7 @@ from .detect import find_layers, patched_nodes
 from .files import check_output, default_output, load_model, save_model
 from .graph_index import GraphIndex
 from .layout import check_layout
+from .meaning import check_meaning
 from .prune import Removed, prune, strip_stack_traces
 from .reference_body import add_reference_function
 from .report import LayerReport, PatchReport, TensorReport
@@ -114,6 +115,7 @@ def _plan(index: GraphIndex, config: Config, dtype: str | None, pool_io: PoolIO)
     for number, cut in enumerate(cuts):
         attributes = read_attributes(index, cut, config, pool_io)
         check_layout(index, cut, attributes.geometry)
+        check_meaning(index, cut, attributes.geometry, attributes.rotary_dims)
         plan = rewrite.LayerPlan(number, cut, attributes, *_element_types(index, cut, dtype))
         if attributes.rotary_dims != (plans or [plan])[0].attributes.rotary_dims:
             refuse(cut.anchors.layer, "rotary_dims", "differs from the first layer's; one rope table serves all layers")

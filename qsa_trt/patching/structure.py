@@ -18,6 +18,8 @@ NAME = "structure"
 #: Products that may score blocks, and where every other walk back from a TopK ends.
 _PRODUCTS = frozenset({"MatMul", "FusedMatMul", "Einsum"})
 _BARRIERS = _PRODUCTS | {"Gemm", "MatMulNBits", "Conv", "Softmax", "TopK"}
+#: Products with weights, quantised ones included.
+_WEIGHTED = frozenset({"Gemm", "Conv", "MatMulNBits", "MatMulInteger", "QLinearMatMul", "DynamicQuantizeMatMul"})
 _LINEAR_OPS = frozenset({"MatMul", "Gemm"})
 _HALVING_OPS = frozenset({"Reshape", "Split", "Slice", "Cast", "Identity"})
 
@@ -82,6 +84,21 @@ def _projections_behind(index: GraphIndex, tensor: str) -> Iterator[Node]:
             yield node
         else:
             stack += node.reads
+
+
+def selects_by_topk(index: GraphIndex, softmax: Node) -> bool:
+    """Whether a TopK lies behind a Softmax or Attention node and in front of all projections by weights."""
+    stack, seen = list(softmax.reads), set()
+    while stack:
+        node = index.producer(stack.pop())
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.op == "TopK":
+            return True
+        if node.op not in _WEIGHTED and not is_linear(index, node):
+            stack += node.reads
+    return False
 
 
 def is_linear(index: GraphIndex, node: Node) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from .anchors import NORMS, Anchors, refuse
 from .graph_index import GraphIndex, Node
 from .norms import find_norms
-from .structure import indexers
+from .structure import indexers, selects_by_topk
 
 _SOFTMAX_OPS = frozenset({"Softmax", "Attention"})
 _CACHE_NAME = re.compile(r"(^|[._/])(present|past|cache)", re.IGNORECASE)
@@ -73,10 +73,11 @@ def check_layer(index: GraphIndex, anchors: Anchors) -> Cut:
 
 
 def check_coverage(index: GraphIndex, cuts: Iterable[Cut]) -> None:
-    """A model is patched whole or not at all: every indexer must lie in some layer's cut.
+    """A model is patched whole or not at all: every indexer must lie in some layer's cut, and every attention over a
+    TopK's choice: a layer with a changed indexer would stay dense, without a cache, next to patched ones.
 
     Raises:
-        RefusedError: an indexer does not.
+        RefusedError: one does not.
     """
     covered = {node for cut in cuts for node in cut.nodes}
     for topk, _ in indexers(index):
@@ -84,6 +85,9 @@ def check_coverage(index: GraphIndex, cuts: Iterable[Cut]) -> None:
             refuse(
                 "unknown", topk, "this indexer belongs to no layer that could be found, and a model is patched whole"
             )
+    for node in index.nodes:
+        if node.op in _SOFTMAX_OPS and node in index.live and node not in covered and selects_by_topk(index, node):
+            refuse("unknown", node, "this attention over a TopK's choice is no QSA layer, and a model is patched whole")
 
 
 def _check_norms(index: GraphIndex, anchors: Anchors, nodes: frozenset[Node]) -> None:
