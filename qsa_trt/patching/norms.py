@@ -40,50 +40,55 @@ def _norms_at(index: GraphIndex, node: Node) -> Iterator[RmsNorm]:
 
 
 def _squared(index: GraphIndex, tensor: str) -> str | None:
-    """x where `tensor` is x * x."""
-    node = index.producer(tensor)
+    """x where `tensor` is x * x, seen through casts."""
+    node = index.producer(index.back(tensor, _CASTS))
     if node is None:
         return None
+    first, *rest = (index.back(t, _CASTS) for t in node.inputs)
     if node.op == "Pow" and index.scalar(node.inputs[1]) == 2.0:
-        return node.inputs[0]
-    return node.inputs[0] if node.op == "Mul" and node.inputs[0] == node.inputs[1] else None
+        return first
+    return first if node.op == "Mul" and rest == [first] else None
 
 
 def _plain_norm(index: GraphIndex, mean: Node, source: str) -> Iterator[RmsNorm]:
-    for add in _readers(index, mean.output, "Add"):
-        eps = index.scalar(_other(add, mean.output))
+    for variance, add in _readers(index, mean.output, "Add"):
+        eps = index.scalar(_other(add, variance))
         if eps is None:
             continue
         for normed in _normed(index, add.output, source):
-            for tensor, scale in index.forward(normed, _CASTS):
-                if scale.op == "Mul":
-                    gamma = _other(scale, tensor)
-                    value = index.constant(gamma)
-                    if value is not None and value.size > 1:
-                        yield RmsNorm(index.back(source, _CASTS), scale.output, gamma, eps, mean)
+            for tensor, scale in _readers(index, normed, "Mul"):
+                gamma = _other(scale, tensor)
+                value = index.constant(gamma)
+                if value is not None and value.size > 1:
+                    yield RmsNorm(source, scale.output, gamma, eps, mean)
 
 
 def _normed(index: GraphIndex, variance: str, source: str) -> Iterator[str]:
     """Tensors that are `source` over the square root of `variance`."""
-    for power in _readers(index, variance, "Pow"):
+    for _, power in _readers(index, variance, "Pow"):
         if index.scalar(power.inputs[1]) == -0.5:
             yield from _scaled(index, power.output, source)
-    for sqrt in _readers(index, variance, "Sqrt"):
-        for inverse in _readers(index, sqrt.output, "Reciprocal"):
+    for _, sqrt in _readers(index, variance, "Sqrt"):
+        for _, inverse in _readers(index, sqrt.output, "Reciprocal"):
             yield from _scaled(index, inverse.output, source)
-        for division in _readers(index, sqrt.output, "Div"):
-            if division.inputs[0] == source:
+        for root, division in _readers(index, sqrt.output, "Div"):
+            if root != division.inputs[1]:
+                continue
+            if index.back(division.inputs[0], _CASTS) == source:
                 yield division.output
             elif index.scalar(division.inputs[0]) == 1.0:
                 yield from _scaled(index, division.output, source)
 
 
 def _scaled(index: GraphIndex, inverse: str, source: str) -> Iterator[str]:
-    yield from (m.output for m in _readers(index, inverse, "Mul") if source in m.inputs)
+    for tensor, product in _readers(index, inverse, "Mul"):
+        if index.back(_other(product, tensor), _CASTS) == source:
+            yield product.output
 
 
-def _readers(index: GraphIndex, tensor: str, op: str) -> list[Node]:
-    return [node for node in index.readers(tensor) if node.op == op]
+def _readers(index: GraphIndex, tensor: str, op: str) -> list[tuple[str, Node]]:
+    """The nodes of one operator that read a tensor or a cast of it, with the tensor each of them reads."""
+    return [(name, node) for name, node in index.forward(tensor, _CASTS) if node.op == op]
 
 
 def _other(node: Node, tensor: str) -> str:
