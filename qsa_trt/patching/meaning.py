@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import numpy as np
 
@@ -55,11 +56,23 @@ Part = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a tensor is, the part of the head it holds (of normed heads alone), and the factor it was scaled by."""
+    """What a tensor is.
+
+    Attributes:
+        name: see the module.
+        part: the part of the head it holds, of normed heads alone; None for all of it.
+        factor: constants it was multiplied with.
+        swaps: how often tokens and heads changed places: once in front of the attention, and once behind it.
+    """
 
     name: str
     part: Part | None = None
     factor: float = 1.0
+    swaps: int = 0
+
+    def now(self, name: str) -> Meaning:
+        """What a step makes of a whole head."""
+        return Meaning(name, swaps=self.swaps)
 
     def holds(self, first: int, end: int) -> bool:
         """Whether the part may be this one: known bounds are equal."""
@@ -93,14 +106,21 @@ class _Walk:
             if node.output in self.norms:
                 source = self.meanings.get(self.norms[node.output])
                 name = None if source is None or source.part else _NORMED.get(source.name)
-                self.meanings[node.output] = Meaning(name or self.fail(node, "it norms something else than QSA does"))
+                if source is None or name is None:
+                    self.fail(node, "it norms something else than QSA does")
+                self.meanings[node.output] = source.now(name)
             elif node not in self.inside_norms:
                 self.visit(node)
         attention = self.meanings.get(self.cut.anchors.gate.attention)
-        if attention is None or attention.name != "out":
+        if attention is None or attention.name != "out" or not self.swapped(attention):
             self.fail(self.cut.anchors.gate.multiply, "the gate does not multiply the output of the attention")
 
-    def fail(self, node: Node, reason: str) -> str:
+    def swapped(self, *heads: Meaning) -> bool:
+        """Whether tokens and heads changed places once; with one token a Reshape does it too."""
+        tokens = (self.index.shape(self.cut.anchors.projections["k_proj"]) or (None, None))[1]
+        return tokens == 1 or all(m.swaps == 1 for m in heads)
+
+    def fail(self, node: Node, reason: str) -> NoReturn:
         refuse(self.cut.anchors.layer, node, reason)
 
     def visit(self, node: Node) -> None:
@@ -114,7 +134,6 @@ class _Walk:
         if result is None:
             names = " and ".join(dict.fromkeys(m.name for m in known))
             self.fail(node, f"QSA has no such step on {_spell(names)}")
-            return
         for i, output in enumerate(node.outputs):
             self.meanings[output] = self.split(node, result, i) if node.op == "Split" else result
 
@@ -139,7 +158,7 @@ class _Walk:
         if node.op in rules:
             return rules[node.op](node, first, known)
         if node.op == "Neg" and first.name in _ROTATED and first.holds(self.rotary // 2, self.rotary):
-            return Meaning(first.name + " negated")
+            return first.now(first.name + " negated")
         if node.op == "Relu" and first.name == "products":
             return Meaning("rectified")
         if node.op == "IsNaN" and first.name in ("weights", "logits"):
@@ -152,6 +171,11 @@ class _Walk:
         """A view or a part: it may not reorder, repeat or take apart what QSA does not."""
         if node.op == "Pad":
             return m if m.name in _PADDED else None
+        if node.op == "Transpose":
+            perm = node.attribute("perm", ())
+            if m.name in ("logits", "weights"):
+                return None
+            m = replace(m, swaps=m.swaps + 1) if len(perm) == 4 and perm[1] == 2 else m
         if m.name.partition(" ")[0] in _ROTATED:
             return self.view_of_head(node, m)
         if node.op in _PICKS and m.name not in _PICKED:
@@ -201,13 +225,15 @@ class _Walk:
         first = m.part[0] if m.part else 0
         if None in widths or first is None:
             self.fail(node, "the parts that it splits a head into are not known")
-            return m
         first += sum(w for w in widths[:number] if w is not None)
         return replace(m, part=(first, first + (widths[number] or 0)))
 
     def product(self, node: Node, first: Meaning, known: list[Meaning]) -> Meaning | None:
         name = _PRODUCTS.get((known[0].name, known[1].name)) if len(known) == 2 else None
-        return Meaning(name, factor=known[0].factor * known[1].factor) if name else None
+        main = [m for m in known if m.name in ("q2", "k2", "v0")]
+        if name is None or not self.swapped(*main):
+            return None
+        return Meaning(name, factor=known[0].factor * known[1].factor)
 
     def scaled(self, node: Node, m: Meaning, known: list[Meaning]) -> Meaning | None:
         other = next((t for t in node.inputs if self.meanings.get(t) is not m), None)
@@ -236,7 +262,7 @@ class _Walk:
         if forbidden in makers and kind.title() not in makers:
             self.fail(node, "it rotates with cosines and sines swapped")
         self.check_positions(node, name, table)
-        return Meaning(f"{name} {kind}")
+        return m.now(f"{name} {kind}")
 
     def check_positions(self, node: Node, name: str, table: str) -> None:
         """Block keys are rotated at the first token of their block: a slice of the table with a step starts at 0."""
@@ -253,7 +279,7 @@ class _Walk:
         if len(known) == 2:
             name = m.name.partition(" ")[0]
             if name in _ROTATED and {k.name for k in known} == {f"{name} cos", f"{name} sin"}:
-                return Meaning(f"{name} rotated") if self.rotary < self.width(name) else Meaning(_ROTATED[name])
+                return m.now(f"{name} rotated" if self.rotary < self.width(name) else _ROTATED[name])
             return None
         others = [t for t in node.inputs if self.meanings.get(t) is not m]
         return m if m.name in ("logits", "scores") and all(map(self.is_mask, others)) else None
@@ -267,9 +293,9 @@ class _Walk:
         if len(known) == 2 == len(node.inputs) and name in _ROTATED:
             first, second = known
             if first.name == f"{name} negated" and second.name == name and second.holds(0, self.rotary // 2):
-                return Meaning(f"{name} turned")
+                return m.now(f"{name} turned")
             if first.name == f"{name} rotated" and second.name == name and second.holds(self.rotary, self.width(name)):
-                return Meaning(_ROTATED[name])
+                return m.now(_ROTATED[name])
         return m if len(known) == 1 and m.name in _CACHED and len(node.inputs) == 2 else None
 
     def chosen(self, node: Node, m: Meaning, known: list[Meaning]) -> Meaning | None:
@@ -287,9 +313,11 @@ class _Walk:
     def attention(self, node: Node, m: Meaning, known: list[Meaning]) -> Meaning | None:
         if [k.name for k in known[:3]] != ["q2", "k2", "v0"]:
             return None
+        if len(self.index.shape(node.inputs[0]) or ()) == 4 and not self.swapped(*known[:3]):
+            return None
         own = node.attribute("scale", 1 / math.sqrt(self.geometry.head_size))
         self.check_scale(node, own * known[0].factor * known[1].factor)
-        return Meaning("out")
+        return Meaning("out", swaps=0 if len(self.index.shape(node.inputs[0]) or ()) == 4 else 1)
 
     def check_scale(self, node: Node, factor: float) -> None:
         if not math.isclose(factor, self.geometry.scale, rel_tol=2e-3):  # as exact as attributes.py reads it

@@ -387,3 +387,15 @@ def insert_relu(model: onnx.ModelProto) -> None:
     reroute(model, "mutant", "relu_again")
     node(model, "relu_again").input[0] = "mutant"
     node(model, "mutant").input[0] = "relu"
+
+
+def reshaped_instead(output: str, *shape: int) -> Mutate:
+    """A Reshape takes the place of a Transpose: tokens and heads are mixed up."""
+
+    def mutate(model: onnx.ModelProto) -> None:
+        changed = node(model, output)
+        changed.op_type = "Reshape"
+        del changed.attribute[:]
+        changed.input.append(add_constant(model, f"shape_{output}", np.array(shape)))
+
+    return mutate

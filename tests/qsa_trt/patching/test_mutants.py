@@ -41,6 +41,7 @@ from tests.support.mutations import (
     other_order,
     own_scalars,
     pairs_by_gather,
+    reshaped_instead,
     shared_gamma,
     sign_of_rotation,
     sink,
@@ -279,6 +280,16 @@ REFUSED: dict[str, tuple[Mutate, str]] = {
         through("heads_out", "Gather", np.arange(8)[::-1].copy(), axis=1),
         "mutant_node (Gather): QSA has no such step on the output of the attention",
     ),
+    "values not transposed": (
+        reshaped_instead("transpose_4", 0, 2, -1, 64),
+        "node_scaled_dot_product_attention (MatMul): QSA has no such step on",
+    ),
+    "queries not transposed": (reshaped_instead("transpose_2", 0, 8, -1, 64), "(MatMul): QSA has no such step on"),
+    "output not transposed": (
+        reshaped_instead("transpose_5", 0, -1, 8, 64),
+        "the gate does not multiply the output of the attention",
+    ),
+    "scores transposed": (through("logits", "Transpose", perm=[0, 1, 3, 2]), "(Transpose): QSA has no such step on"),
     "keys shifted": (
         through("k_roped", "Pad", np.array([0, 0, 1, 0, 0, 0, -1, 0])),
         "mutant_node (Pad): QSA has no such step on the key",
