@@ -256,7 +256,7 @@ class _Walk:
             return None
         kind, forbidden = ("sin", "Cos") if turned else ("cos", "Sin")
         root = self.index.back(table, _SIDE_VIEWS)
-        if self.tables.setdefault(kind, root) != root or self.index.is_constant(table):
+        if self.tables.setdefault(kind, root) != root:
             self.fail(node, f"it rotates {_spell(name)} by other {kind} values than {self.tables[kind]}")
         makers = {n.op for n in self.index.ancestors([root])}
         if forbidden in makers and kind.title() not in makers:
