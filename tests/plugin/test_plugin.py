@@ -338,6 +338,16 @@ def test_an_illegal_dtype_is_refused(name: str, dtype: str, expected: str) -> No
         enqueue(runtime_plugin(), call_shapes(DECODE), types={name: dtype})
 
 
+def test_a_format_that_is_not_linear_is_refused(trt: Any) -> None:
+    if not hasattr(trt, "TensorFormat"):
+        pytest.skip("this TensorRT (lean) has no TensorFormat")
+    plugin = runtime_plugin()
+    descs = runtime_descs(trt, call_shapes(DECODE))
+    descs[0][1].format = trt.TensorFormat.CHW32
+    with pytest.raises(ContractError, match="index_qk: got CHW32; expected format LINEAR; bind a linear tensor"):
+        plugin.enqueue(*descs, *addresses(), 0x1000, 0)
+
+
 @pytest.mark.parametrize("pool_io", [PoolIO.IN_PLACE, PoolIO.ALIAS])
 def test_kind_24_differing_pools_are_refused_in_place_and_aliased(pool_io: PoolIO) -> None:
     plugin = runtime_plugin(replace(GEOMETRY, pool_io=int(pool_io)))
