@@ -10,7 +10,7 @@ import pytest
 
 from qsa_plugin.contract import Mode
 from qsa_plugin.specialisation import SPECIALISATIONS, Specialisation
-from tests.support import gpu
+from qsa_trt import device
 from tests.support.cases import random_inputs
 from tests.support.decode import DecodeHost, compare
 from tests.support.requirements import needs_gpu
@@ -125,7 +125,7 @@ def test_a_graph_replays_with_other_lengths() -> None:
         host.buffers["past_key_value"].write(np.nan_to_num(host.inputs["past_key_value"]))
         host.output.poison()
         host.workspace.poison()
-        gpu.synchronize()
+        device.synchronize()
         graph.launch()
         host.stream.synchronize()
         replayed = host.result()

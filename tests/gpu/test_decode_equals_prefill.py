@@ -8,8 +8,8 @@ import pytest
 
 from qsa_plugin.contract import Mode
 from qsa_plugin.specialisation import SPECIALISATIONS
+from qsa_trt import device
 from qsa_trt.paging import SequencePages, flat_pages
-from tests.support import gpu
 from tests.support.cases import decode_step, random_inputs
 from tests.support.decode import DecodeHost
 from tests.support.prefill import PrefillHost
@@ -58,7 +58,7 @@ def test_steps_equal_rows(name: str, start: int, steps: int) -> None:
         host.buffers["index_qk"].write(whole["index_qk"][:, t])
         host.buffers["context_lengths"].write(np.array([t + 1], np.int32))
         host.output.poison()
-        gpu.synchronize()
+        device.synchronize()
         host.enqueue()
         host.stream.synchronize()
         chosen = min((t + 1) // g.indexer_compress_ratio, g.budget_blocks)

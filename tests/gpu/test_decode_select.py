@@ -10,8 +10,8 @@ from qsa_plugin import jit
 from qsa_plugin.decode_plan import LAYOUT, decode_tunings, select_shared
 from qsa_plugin.launch import Launch, ParamBlock
 from qsa_plugin.specialisation import SPECIALISATIONS, arch_of
+from qsa_trt import device
 from qsa_trt.reference import select_blocks
-from tests.support import gpu
 from tests.support.requirements import needs_gpu
 
 pytestmark = needs_gpu
@@ -22,8 +22,8 @@ SIZES = [513, 2048, 4097, 16_448, 30_938, 32_768, 32_769, 65_504, 262_144]
 
 def select(scores: NDArray[np.float32]) -> NDArray[np.int32]:
     """Ids that the kernel selects among `scores` [n]; every other byte that it could read is poison."""
-    gpu.activate()
-    capability = gpu.compute_capability()
+    device.activate()
+    capability = device.compute_capability()
     assert capability is not None
     spec = SPEC.on(arch_of(capability))
     tuning = dict(decode_tunings(spec, capability))["decode_select"]
@@ -33,10 +33,10 @@ def select(scores: NDArray[np.float32]) -> NDArray[np.int32]:
     pages = -(-n * SPEC.indexer_compress_ratio // 128)
     table = np.stack([np.arange(pages), np.arange(pages) + pages]).astype(np.int32)[None]
     held = {
-        "page_table": gpu.Buffer.of(table),
-        "live": gpu.Buffer.of(np.array([n * SPEC.indexer_compress_ratio], np.int32)),
-        "scores": gpu.Buffer(stride * 4),
-        "blocks": gpu.Buffer((BUDGET + 1) * 16),
+        "page_table": device.Buffer.of(table),
+        "live": device.Buffer.of(np.array([n * SPEC.indexer_compress_ratio], np.int32)),
+        "scores": device.Buffer(stride * 4),
+        "blocks": device.Buffer((BUDGET + 1) * 16),
     }
     held["scores"].write(scores)
     pointers = [0] * 19
@@ -44,8 +44,8 @@ def select(scores: NDArray[np.float32]) -> NDArray[np.int32]:
     pointers[3] = held["live"].address  # context_lengths
     parameters = ParamBlock(LAYOUT)
     parameters.pack(*pointers, 1, pages, pages, pages * 128, stride, 1, 1, 1e-6, 1.0)
-    stream = gpu.Stream()
-    gpu.synchronize()
+    stream = device.Stream()
+    device.synchronize()
     launch(stream.handle, parameters)
     stream.synchronize()
     assert all(buffer.intact() for buffer in held.values())

@@ -9,9 +9,9 @@ import pytest
 from qsa_plugin.contract import Mode
 from qsa_plugin.launchers import StageLaunchers
 from qsa_plugin.specialisation import SPECIALISATIONS, arch_of
+from qsa_trt import device
 from qsa_trt.paging import SequencePages, flat_pages
 from qsa_trt.reference import block_scores, rms_norm, rotate
-from tests.support import gpu
 from tests.support.cases import random_inputs
 from tests.support.requirements import needs_gpu
 
@@ -21,9 +21,9 @@ pytestmark = needs_gpu
 @pytest.mark.parametrize("name", ["real-fp16", "head-64", "ratio-8"])
 def test_one_query_is_prepared_and_scored(name: str) -> None:
     """Below the budget and above it, and an inactive row."""
-    capability = gpu.compute_capability()
+    capability = device.compute_capability()
     assert capability is not None
-    gpu.activate()
+    device.activate()
     spec = SPECIALISATIONS[name].on(arch_of(capability))
     g = spec.geometry
     lengths = [300, g.indexer_budget * 2 + 9, 0]
@@ -37,17 +37,17 @@ def test_one_query_is_prepared_and_scored(name: str) -> None:
         rotary_dims=spec.rotary_dims,
         poison=True,
     )
-    stages, stream = StageLaunchers(spec, g), gpu.Stream()
-    held = {key: gpu.Buffer.of(array) for key, array in inputs.items()}
+    stages, stream = StageLaunchers(spec, g), device.Stream()
+    held = {key: device.Buffer.of(array) for key, array in inputs.items()}
     past = np.maximum(np.array(lengths, np.int32) - 1, 0)
-    held["past"] = gpu.Buffer.of(past)
-    held["live"] = gpu.Buffer.of((np.array(lengths) > 0).astype(np.int32))
+    held["past"] = device.Buffer.of(past)
+    held["live"] = device.Buffer.of((np.array(lengths) > 0).astype(np.int32))
     pages = inputs["kv_page_table"].shape[2]
     stride = pages * 128 // g.indexer_compress_ratio
     batch = len(lengths)
-    queries = held["queries"] = gpu.Buffer(batch * g.indexer_n_heads * g.indexer_head_dim * 2)
-    scores = held["scores"] = gpu.Buffer(batch * stride * 4)
-    gpu.synchronize()
+    queries = held["queries"] = device.Buffer(batch * g.indexer_n_heads * g.indexer_head_dim * 2)
+    scores = held["scores"] = device.Buffer(batch * stride * 4)
+    device.synchronize()
     stages.qprep(
         stream.handle,
         index_qk=held["index_qk"].address,

@@ -7,7 +7,7 @@ import pytest
 
 from qsa_plugin.contract import Mode
 from qsa_plugin.specialisation import SPECIALISATIONS, Specialisation
-from tests.support import gpu
+from qsa_trt import device
 from tests.support.cases import random_inputs
 from tests.support.prefill import PrefillHost, PrefillResult, compare
 from tests.support.requirements import needs_gpu, needs_oracle
@@ -161,5 +161,5 @@ def test_nothing_is_allocated_or_loaded_in_a_capture() -> None:
     host.prepare()
     graph.launch()
     host.stream.synchronize()
-    gpu.check(host.output._driver.cuCtxSynchronize())
+    device.check(host.output._driver.cuCtxSynchronize())
     assert same(eager, host.result())

@@ -10,8 +10,8 @@ import pytest
 from qsa_plugin.prefill_launchers import PrefillLaunchers, score_stride
 from qsa_plugin.specialisation import SPECIALISATIONS, arch_of
 from qsa_plugin.workspace import sparse_rows, visible_blocks
+from qsa_trt import device
 from tests.gpu.test_prefill import host_of
-from tests.support import gpu
 from tests.support.prefill import PrefillHost
 from tests.support.requirements import needs_gpu, needs_oracle
 
@@ -20,8 +20,8 @@ LENGTHS = [700, 531]
 
 
 def launchers(name: str, portable: bool = False) -> PrefillLaunchers:
-    gpu.activate()
-    capability = gpu.compute_capability()
+    device.activate()
+    capability = device.compute_capability()
     assert capability is not None
     spec = SPECIALISATIONS[name].on(arch_of(capability))
     return PrefillLaunchers(spec, spec.geometry, portable)
@@ -48,7 +48,7 @@ def test_scores_select_what_the_runner_selected() -> None:
     blocks, rows = visible_blocks(g, host.call), common["rows"]
     stride = score_stride(blocks)
     shape = (host.call.batch, rows, stride)
-    tensor_core, scalar = gpu.Buffer(int(np.prod(shape)) * 4), gpu.Buffer(int(np.prod(shape)) * 4)
+    tensor_core, scalar = device.Buffer(int(np.prod(shape)) * 4), device.Buffer(int(np.prod(shape)) * 4)
     for launch, scores in ((stages.score_rows_tc, tensor_core), (stages.score_rows, scalar)):
         launch(
             host.stream.handle,
@@ -64,7 +64,7 @@ def test_scores_select_what_the_runner_selected() -> None:
     for b, length in enumerate(LENGTHS):
         positions = np.arange(g.list_width, length)
         visible[b, : positions.size] = (positions + 1) // g.indexer_compress_ratio
-    counts, lists = gpu.Buffer.of(visible), gpu.Buffer(visible.size * g.budget_blocks * 4)
+    counts, lists = device.Buffer.of(visible), device.Buffer(visible.size * g.budget_blocks * 4)
     stages.select_rows(
         host.stream.handle,
         scores=tensor_core.address,
@@ -91,7 +91,7 @@ def test_expand_and_gather() -> None:
     result, stages, g = host.run(), launchers("group-7"), host.geometry
     common = sparse_arguments(host)
     shape = (host.call.batch, common["rows"], g.list_width)
-    tokens = gpu.Buffer(int(np.prod(shape)) * 4)
+    tokens = device.Buffer(int(np.prod(shape)) * 4)
     stages.expand(
         host.stream.handle,
         lists=host.workspace.address + host.layout.offsets["block_ids"],
@@ -99,7 +99,7 @@ def test_expand_and_gather() -> None:
         **common,
     )
     packed_shape = (*shape, g.num_kv_heads, g.head_size)
-    keys, values = (gpu.Buffer(int(np.prod(packed_shape)) * 2) for _ in range(2))
+    keys, values = (device.Buffer(int(np.prod(packed_shape)) * 2) for _ in range(2))
     stages.gather(
         host.stream.handle,
         tokens=tokens.address,
@@ -173,25 +173,25 @@ def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
 
 def run_part(
     stages: PrefillLaunchers, host: PrefillHost, lengths: list[int], begin: int, end: int
-) -> tuple[gpu.Buffer, gpu.Buffer]:
+) -> tuple[device.Buffer, device.Buffer]:
     """Tokens [begin, end) of every sequence as a call of its own; its output and block lists."""
     g, call, stream, inputs = host.geometry, host.call, host.stream.handle, host.inputs
     seq_len, batch = end - begin, call.batch
     stride = score_stride(end // g.indexer_compress_ratio)
 
-    def device(array: np.ndarray) -> gpu.Buffer:
-        return gpu.Buffer.of(np.ascontiguousarray(array))
+    def upload(array: np.ndarray) -> device.Buffer:
+        return device.Buffer.of(np.ascontiguousarray(array))
 
-    qkv, index_qk = device(inputs["qkv"][:, begin:end]), device(inputs["index_qk"][:, begin:end])
-    totals = device(np.minimum(np.array(lengths), end).astype(np.int32))
-    pasts = device(np.full(batch, begin, np.int32))
-    live, past = gpu.Buffer(4 * batch), gpu.Buffer(4 * batch)
-    output = gpu.Buffer(batch * seq_len * g.num_q_heads * g.head_size * 2)
-    queries = gpu.Buffer(batch * seq_len * g.indexer_n_heads * g.indexer_head_dim * 2)
-    scratch = gpu.Buffer(296 * 16 * stride * 4)
-    lists = gpu.Buffer(batch * seq_len * g.budget_blocks * 4)
-    entries = gpu.Buffer(batch * (seq_len + 10) * (2 * g.budget_blocks + 70) * 4)
-    counts = gpu.Buffer(batch * seq_len * 16)
+    qkv, index_qk = upload(inputs["qkv"][:, begin:end]), upload(inputs["index_qk"][:, begin:end])
+    totals = upload(np.minimum(np.array(lengths), end).astype(np.int32))
+    pasts = upload(np.full(batch, begin, np.int32))
+    live, past = device.Buffer(4 * batch), device.Buffer(4 * batch)
+    output = device.Buffer(batch * seq_len * g.num_q_heads * g.head_size * 2)
+    queries = device.Buffer(batch * seq_len * g.indexer_n_heads * g.indexer_head_dim * 2)
+    scratch = device.Buffer(296 * 16 * stride * 4)
+    lists = device.Buffer(batch * seq_len * g.budget_blocks * 4)
+    entries = device.Buffer(batch * (seq_len + 10) * (2 * g.budget_blocks + 70) * 4)
+    counts = device.Buffer(batch * seq_len * 16)
     shape: Mapping[str, int] = {"batch": batch, "seq_len": seq_len}
     rows: Mapping[str, int] = {"live": live.address, "past": past.address}
     pages: Mapping[str, int] = {"page_table": host.params.kv_page_table, "pages_per_seq": call.pages_per_seq}

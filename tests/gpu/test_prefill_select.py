@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qsa_plugin.specialisation import SPECIALISATIONS, arch_of
-from tests.support import gpu
+from qsa_trt import device
 from tests.support.requirements import needs_gpu
 
 pytestmark = needs_gpu
@@ -16,8 +16,8 @@ BUDGET = 512
 def launchers():
     from qsa_plugin.prefill_launchers import PrefillLaunchers
 
-    gpu.activate()
-    capability = gpu.compute_capability()
+    device.activate()
+    capability = device.compute_capability()
     assert capability is not None
     spec = SPECIALISATIONS["real-fp16"].on(arch_of(capability))
     return PrefillLaunchers(spec, spec.geometry)
@@ -25,16 +25,16 @@ def launchers():
 
 def select(rows: list[np.ndarray]) -> np.ndarray:
     """Lists `[rows, 512]` of rows of scores; what lies behind a row's scores is NaN."""
-    gpu.activate()
+    device.activate()
     stride = -(-max(len(row) for row in rows) // 4) * 4
     scores = np.full((len(rows), stride), np.nan, np.float32)
     for row, values in enumerate(rows):
         scores[row, : len(values)] = values
     counts = np.array([len(row) for row in rows], np.int32)
-    buffers = [gpu.Buffer.of(scores), gpu.Buffer.of(counts), gpu.Buffer(len(rows) * BUDGET * 4)]
-    stream = gpu.Stream()
+    buffers = [device.Buffer.of(scores), device.Buffer.of(counts), device.Buffer(len(rows) * BUDGET * 4)]
+    stream = device.Stream()
     device_scores, device_counts, lists = (buffer.address for buffer in buffers)
-    gpu.check(buffers[0]._driver.cuCtxSynchronize())
+    device.check(buffers[0]._driver.cuCtxSynchronize())
     launchers().select_rows(
         stream.handle, scores=device_scores, counts=device_counts, lists=lists, rows=len(rows), stride=stride
     )

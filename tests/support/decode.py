@@ -13,9 +13,8 @@ from qsa_plugin.contract import INPUTS, Call, Geometry, check_call
 from qsa_plugin.decode_runner import DecodeParams, QsaSparseDecodeRunner
 from qsa_plugin.specialisation import Specialisation, arch_of
 from qsa_plugin.workspace import layout
+from qsa_trt import device
 from qsa_trt.reference import attend, qsa_attention
-
-from . import gpu
 
 Array = NDArray[Any]
 
@@ -23,8 +22,8 @@ Array = NDArray[Any]
 @functools.cache
 def runner(geometry: Geometry, surface: str, rotary_dims: int, portable: bool) -> QsaSparseDecodeRunner:
     """A loaded runner for device 0."""
-    gpu.activate()
-    capability = gpu.compute_capability()
+    device.activate()
+    capability = device.compute_capability()
     assert capability is not None
     spec = Specialisation.of(geometry, surface, rotary_dims, arch_of(capability))
     made = QsaSparseDecodeRunner(spec, geometry, portable=portable)
@@ -36,15 +35,15 @@ class DecodeHost:
     """One decode call's tensors on the device; lengths and any input may be rewritten in place between runs."""
 
     def __init__(self, geometry: Geometry, inputs: dict[str, Array], portable: bool = False) -> None:
-        gpu.activate()
+        device.activate()
         self.geometry, self.inputs = geometry, inputs
         self.dtype = inputs["qkv"].dtype
         self.call: Call = check_call(geometry, {name: inputs[name].shape for name in inputs})
         self.layout = layout(geometry, self.call)
-        self.stream = gpu.Stream()
-        self.buffers = {tensor.name: gpu.Buffer.of(inputs[tensor.name]) for tensor in INPUTS}
-        self.output = gpu.Buffer(self._output_size() * self.dtype.itemsize)
-        self.workspace = gpu.Buffer(self.layout.size)
+        self.stream = device.Stream()
+        self.buffers = {tensor.name: device.Buffer.of(inputs[tensor.name]) for tensor in INPUTS}
+        self.output = device.Buffer(self._output_size() * self.dtype.itemsize)
+        self.workspace = device.Buffer(self.layout.size)
         self.runner = runner(geometry, str(self.dtype), self.call.rotary_dims, portable)
         self.params = DecodeParams(
             call=self.call,
@@ -65,7 +64,7 @@ class DecodeHost:
         """Poison output and workspace, run once, wait, read everything back; checks every canary."""
         self.output.poison()
         self.workspace.poison()
-        gpu.synchronize()
+        device.synchronize()
         self.enqueue()
         self.stream.synchronize()
         return self.result()

@@ -13,10 +13,8 @@ from qsa_plugin.contract import INPUTS, Call, Geometry, check_call
 from qsa_plugin.prefill_runner import PrefillParams, QsaSparsePrefillRunner
 from qsa_plugin.specialisation import Specialisation, arch_of
 from qsa_plugin.workspace import layout, sparse_rows
-from qsa_trt import reference
+from qsa_trt import device, reference
 from qsa_trt.paging import SequencePages, flat_pages
-
-from . import gpu
 
 Array = NDArray[Any]
 
@@ -24,8 +22,8 @@ Array = NDArray[Any]
 @functools.cache
 def runner(geometry: Geometry, surface: str, rotary_dims: int, portable: bool) -> QsaSparsePrefillRunner:
     """A loaded runner for device 0; `portable`: without what only compute capability 9.0 has."""
-    gpu.activate()
-    capability = gpu.compute_capability()
+    device.activate()
+    capability = device.compute_capability()
     assert capability is not None
     spec = Specialisation.of(geometry, surface, rotary_dims, arch_of(capability))
     made = QsaSparsePrefillRunner(spec, geometry, portable)
@@ -52,16 +50,16 @@ class PrefillHost:
     """One prefill call's tensors on the device; lengths and any input may be rewritten in place between runs."""
 
     def __init__(self, geometry: Geometry, inputs: dict[str, Array], portable: bool = False) -> None:
-        gpu.activate()
+        device.activate()
         self.geometry, self.inputs = geometry, inputs
         self.dtype = inputs["qkv"].dtype
         self.call: Call = check_call(geometry, {name: inputs[name].shape for name in inputs})
         self.layout = layout(geometry, self.call)
-        self.stream = gpu.Stream()
-        self.buffers = {tensor.name: gpu.Buffer.of(inputs[tensor.name]) for tensor in INPUTS}
+        self.stream = device.Stream()
+        self.buffers = {tensor.name: device.Buffer.of(inputs[tensor.name]) for tensor in INPUTS}
         self._shape = (self.call.batch, self.call.seq_len, geometry.num_q_heads, geometry.head_size)
-        self.output = gpu.Buffer(int(np.prod(self._shape)) * self.dtype.itemsize)
-        self.workspace = gpu.Buffer(self.layout.size)
+        self.output = device.Buffer(int(np.prod(self._shape)) * self.dtype.itemsize)
+        self.workspace = device.Buffer(self.layout.size)
         self.runner = runner(geometry, str(self.dtype), self.call.rotary_dims, portable)
         self.params = PrefillParams(
             call=self.call,
@@ -87,7 +85,7 @@ class PrefillHost:
         self.buffers["past_key_value"].write(self.inputs["past_key_value"])
         self.output.poison()
         self.workspace.poison()
-        gpu.check(self.output._driver.cuCtxSynchronize())
+        device.check(self.output._driver.cuCtxSynchronize())
 
     def result(self) -> PrefillResult:
         """What lies on the device now."""

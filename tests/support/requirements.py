@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from .gpu import compute_capability
+from qsa_trt.device import compute_capability
 
 
 def has(package: str) -> bool:

@@ -1,4 +1,4 @@
-"""Device memory for tests: buffers with canaries, poison, and CUDA graphs, on cuda-python alone."""
+"""Device memory with poison and canaries, streams and CUDA graphs, on cuda-python alone."""
 
 from __future__ import annotations
 
