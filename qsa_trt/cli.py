@@ -31,9 +31,9 @@ def cli() -> None:
 @click.option("-o", "--output", type=click.Path(), help="Where to write.  [default: MODEL with .qsa.onnx]")
 @click.option(
     "--dtype",
-    type=click.Choice(["fp16", "fp32"]),
-    help="Surface of the QsaAttention nodes: fp16 (casts around the node in fp32 graphs), or fp32 for comparisons in "
-    "onnxruntime only.  [default: fp16]",
+    type=click.Choice(["fp16", "bf16", "fp32"]),
+    help="Surface of the QsaAttention nodes: fp16 or bf16, with casts around the node in graphs of another type; fp32 "
+    "is for comparisons in onnxruntime only.  [default: the graph's own, fp16 in fp32 graphs]",
 )
 @click.option(
     "--pool-io",
@@ -98,6 +98,25 @@ def build_engine_command(model: str, output: str | None, workspace: str | None, 
     plan = plan_build(model, output, workspace=size, **options)
     click.echo(plan.summary())
     click.echo(run_build(plan).summary())
+
+
+@cli.command("validate", epilog=EPILOG)
+@click.argument("model", type=click.Path())
+@click.option("--original", type=click.Path(), help="The unpatched file, where MODEL is a patched one.")
+@click.option("--lengths", metavar="N[,N]", help="Prompt lengths, one a sequence.  [default: 160,97,33]")
+@click.option("--decode-steps", type=int, help="Tokens decoded after each prompt.  [default: 40]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, and nothing else.")
+def validate_command(model: str, as_json: bool, **options: Any) -> int:
+    """Compare MODEL's attention before and after patching, in onnxruntime and in fp32.
+
+    MODEL is an unpatched ONNX file, which is patched into a temporary folder, or a patched one with --original.
+    """
+    from .comparison import validate
+
+    report = validate(model, **options)
+    click.echo(report.json() if as_json else report.summary())
+    return 0 if report.passed else 1
 
 
 @cli.command("contract", epilog=EPILOG)

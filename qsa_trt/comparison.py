@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +127,47 @@ def _original_logits(model: Path, tokens: NDArray[np.int64], lengths: NDArray[np
 def _worst(phase: str, errors: Sequence[NDArray[np.float64]], bound: float) -> Comparison:
     rows = np.concatenate(errors)
     return Comparison(phase, rows.size, float(rows.max()), bound)
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """What `validate` found.
+
+    Attributes:
+        model: the file that was validated.
+        comparisons: one entry a phase and output.
+    """
+
+    model: Path
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every comparison is within its bound."""
+        return all(c.passed for c in self.comparisons)
+
+    def json(self) -> str:
+        """The report for programs."""
+        return json.dumps({**asdict(self), "model": str(self.model), "passed": self.passed}, indent=2)
+
+    def summary(self) -> str:
+        """The report for people; the last line is PASSED or FAILED."""
+        lines = [f"{c.phase}: {c.rows} rows, error {c.error:.1e}, bound {c.bound:.0e}" for c in self.comparisons]
+        return "\n".join([*lines, "PASSED" if self.passed else "FAILED"])
+
+
+def validate(
+    model: str | os.PathLike[str],
+    *,
+    original: str | os.PathLike[str] | None = None,
+    lengths: str | Sequence[int] | None = None,
+    decode_steps: int | None = None,
+    seed: int = 0,
+) -> ValidationReport:
+    """Compare a model with its patched form in onnxruntime."""
+    if isinstance(lengths, str):
+        lengths = [int(part) for part in lengths.split(",")]
+    return ValidationReport(
+        Path(model),
+        compare_causal_lm(model, lengths=lengths or (160, 97, 33), decode_steps=decode_steps or 40, seed=seed),
+    )
