@@ -1,13 +1,14 @@
 """From one call's addresses to the kernels: picks the runner of the mode, and copies the pool where `pool_io` says so.
 
 `NodeKernels` belongs to one plugin in one execution context. `prepare` compiles and loads; after it, `enqueue` only
-launches, so it may be captured into a CUDA graph.
+launches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from .contract import INPUT_INDEX, INPUTS, OUTPUT_INDEX, PAGE_SIZE, Call, Geometry, Mode, PoolIO
@@ -26,7 +27,7 @@ Runner = QsaSparseDecodeRunner | QsaSparsePrefillRunner
 
 
 class NodeKernels:
-    """The runners of one node, made when a mode is first prepared.
+    """The runners of one node, made and loaded together.
 
     Args:
         geometry: the node's attributes.
@@ -34,24 +35,28 @@ class NodeKernels:
     """
 
     def __init__(self, geometry: Geometry, surface: str) -> None:
-        self._geometry, self._surface = geometry, surface
-        self._runners: dict[tuple[Mode, int], Runner] = {}  # by mode and rotary dims
+        self.surface = surface
+        self._geometry = geometry
+        self._runners: dict[int, Mapping[Mode, Runner]] = {}  # by rotary dims
 
-    def prepare(self, call: Call) -> Runner:
-        """The loaded runner of a call's mode.
+    def prepare(self, rotary_dims: int) -> Mapping[Mode, Runner]:
+        """The loaded runners of both modes, so that no later call has to load anything; safe inside a capture.
 
         Raises:
             RefusedError: the kernels support neither this node nor this device, with the reason.
             FailedError: the kernels do not compile or load, or there is no device.
         """
-        key = call.mode, call.rotary_dims
-        if key not in self._runners:
-            spec = Specialisation.of(self._geometry, self._surface, call.rotary_dims, arch_of(_compute_capability()))
-            kind = QsaSparseDecodeRunner if call.mode is Mode.DECODE else QsaSparsePrefillRunner
-            runner = kind(spec, self._geometry)
-            runner.preflight()
-            self._runners[key] = runner
-        return self._runners[key]
+        if rotary_dims not in self._runners:
+            spec = Specialisation.of(self._geometry, self.surface, rotary_dims, arch_of(_compute_capability()))
+            runners: Mapping[Mode, Runner] = {
+                Mode.DECODE: QsaSparseDecodeRunner(spec, self._geometry),
+                Mode.PREFILL: QsaSparsePrefillRunner(spec, self._geometry),
+            }
+            with _loading_allowed():
+                for runner in runners.values():
+                    runner.preflight()
+            self._runners[rotary_dims] = runners
+        return self._runners[rotary_dims]
 
     def enqueue(self, call: Call, inputs: Sequence[int], outputs: Sequence[int], workspace: int, stream: int) -> None:
         """Launch a call that `check_call` has accepted.
@@ -65,9 +70,10 @@ class NodeKernels:
             stream: raw CUstream handle.
 
         Raises:
+            RefusedError, FailedError: as `prepare`, if it was not called before.
             FailedError: the driver refused the copy or a launch.
         """
-        runner = self.prepare(call)
+        runner = self.prepare(call.rotary_dims)[call.mode]
         pool = outputs[_POOL_OUT]
         if self._geometry.pool_io == PoolIO.COPY:
             _copy(pool, inputs[_POOL_IN], pool_bytes(self._geometry, call), stream)
@@ -102,3 +108,17 @@ def _copy(target: int, source: int, nbytes: int, stream: int) -> None:
     (status,) = driver.cuMemcpyDtoDAsync(target, source, nbytes, stream)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise FailedError(f"the pool could not be copied: {status.name}")
+
+
+@contextmanager
+def _loading_allowed() -> Iterator[None]:
+    """Let this thread load modules while one of its streams is being captured; loading enqueues nothing on it."""
+    from cuda.bindings import driver
+
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    status, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        if status == driver.CUresult.CUDA_SUCCESS:
+            driver.cuThreadExchangeStreamCaptureMode(before)

@@ -31,7 +31,8 @@ from .contract import (
     check_call,
     resolve_dims,
 )
-from .errors import ContractError, PluginError, RefusedError
+from .enqueue import NodeKernels
+from .errors import ContractError, QsaError, RefusedError
 from .kernel_limits import kernel_refusals
 from .workspace import ALIGNMENT, reported_size
 
@@ -61,6 +62,7 @@ class Callbacks:
         self.num_outputs = len(OUTPUTS)
         self.timing_cache_id = self.metadata_string = _describe(geometry)
         self._checked: tuple[list[tuple[int, ...]], Call] | None = None
+        self._kernels: NodeKernels | None = None
 
     @callback
     def get_capability_interface(self, kind: Any) -> Any:
@@ -163,14 +165,15 @@ class Callbacks:
 
     @callback
     def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Validate the new shapes ahead of enqueue, which TensorRT calls after every change announced here.
+        """Validate the new shapes and load the kernels of both modes, so that enqueue only launches.
 
-        Sizes that are no legal call are left for enqueue to report: TensorRT may show a profile's maximum here, which
-        in a profile of both modes is none.
+        What is wrong is left for enqueue to report: TensorRT may show a profile's maximum here, which in a profile of
+        both modes is no legal call, and a machine that only builds engines needs no device that can run them.
         """
         self._checked = None
-        with suppress(ContractError):
-            self._call(inputs, outputs)
+        with suppress(QsaError):
+            call = self._call(inputs, outputs)
+            self._kernels_for(inputs).prepare(call.rotary_dims)
 
     @callback
     def enqueue(
@@ -186,16 +189,18 @@ class Callbacks:
 
         Raises:
             ContractError: a shape, dtype or address that the contract forbids; nothing was launched.
-            PluginError: the call is legal, but this version does not launch its CUDA kernels from TensorRT.
+            RefusedError: the kernels do not support this device.
+            FailedError: there is no device, the kernels do not compile or load, or the driver refused a launch.
         """
         call = self._call(input_desc, output_desc)
         self._check_addresses(inputs, outputs, workspace)
-        self._launch(call, inputs, outputs, workspace, stream)
+        self._kernels_for(input_desc).enqueue(call, inputs, outputs, workspace, stream)
 
-    def _launch(self, call: Call, inputs: Sequence[int], outputs: Sequence[int], workspace: int, stream: int) -> None:
-        raise PluginError(
-            "enqueue does not launch the CUDA kernels in this version of qsa_plugin: engines can be built, not run"
-        )
+    def _kernels_for(self, inputs: Sequence[Any]) -> NodeKernels:
+        surface = self._dtype_name(inputs[_QKV].type)
+        if self._kernels is None or self._kernels.surface != surface:
+            self._kernels = NodeKernels(self.geometry, surface)
+        return self._kernels
 
     def _call(self, input_desc: Sequence[Any], output_desc: Sequence[Any]) -> Call:
         """The sizes of this call, validated once for as long as the shapes stay the same (a step must be cheap)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         monkeypatch.setattr(kind, "preflight", lambda self: None)
         monkeypatch.setattr(kind, "run", lambda self, params: seen.append(params))
     monkeypatch.setattr(enqueue, "_compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(enqueue, "_loading_allowed", contextlib.nullcontext)
     monkeypatch.setattr(enqueue, "_copy", lambda *arguments: seen.append(arguments))
     return seen
 
@@ -50,11 +52,15 @@ def test_copy_goes_first_and_the_kernels_get_the_output_pool(ran: list[Any]) -> 
     assert params.past_key_value == 88
 
 
-def test_each_mode_is_prepared_once(ran: list[Any]) -> None:
+def test_both_modes_are_prepared_once_for_a_number_of_rotary_dims(ran: list[Any]) -> None:
     kernels = enqueue.NodeKernels(REAL, "float16")
-    first = kernels.prepare(DECODE)
-    assert kernels.prepare(replace(DECODE, batch=9)) is first
-    assert kernels.prepare(PREFILL) is not first
+    first = kernels.prepare(64)
+    assert {mode: type(runner) for mode, runner in first.items()} == {
+        Mode.DECODE: QsaSparseDecodeRunner,
+        Mode.PREFILL: QsaSparsePrefillRunner,
+    }
+    assert kernels.prepare(64) is first
+    assert kernels.prepare(32) is not first
 
 
 def test_an_unknown_device_is_refused(ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,4 +77,4 @@ def test_no_device_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cuda.core, "Device", fail)
     with pytest.raises(FailedError, match="no CUDA device: CUDA_ERROR_NO_DEVICE"):
-        enqueue.NodeKernels(REAL, "float16").prepare(DECODE)
+        enqueue.NodeKernels(REAL, "float16").prepare(64)

@@ -11,7 +11,8 @@ import pytest
 
 from qsa_plugin import Geometry, PoolIO, clear_errors, first_error, tensorrt
 from qsa_plugin.contract import INPUTS, OUTPUTS, Call, Mode
-from qsa_plugin.errors import ContractError, PluginError, RefusedError
+from qsa_plugin.enqueue import NodeKernels
+from qsa_plugin.errors import ContractError, FailedError, RefusedError
 from qsa_plugin.plugin import FORMAT_VERSION
 from qsa_plugin.workspace import reported_size
 from tests.support.plugin_host import (
@@ -32,12 +33,19 @@ from tests.support.plugin_host import (
 
 pytestmark = needs_tensorrt
 
-NOT_HERE = "enqueue does not launch the CUDA kernels in this version of qsa_plugin: engines can be built, not run"
-
 
 @pytest.fixture
 def trt() -> Any:
     return tensorrt()
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """(surface, arguments) of every call that reached the kernels; nothing is loaded or launched."""
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(NodeKernels, "prepare", lambda self, rotary_dims: None)
+    monkeypatch.setattr(NodeKernels, "enqueue", lambda self, *arguments: seen.append((self.surface, *arguments)))
+    return seen
 
 
 @pytest.fixture(autouse=True)
@@ -272,14 +280,16 @@ def enqueue(
     inputs, outputs = addresses()
     if present is not None:
         outputs[1] = present
-    plugin.enqueue(*runtime_descs(tensorrt(), shapes, surface, types), inputs, outputs, workspace, 0)
+    plugin.enqueue(*runtime_descs(tensorrt(), shapes, surface, types), inputs, outputs, workspace, 7)
 
 
-@pytest.mark.parametrize("surface", ["HALF", "BF16"])
+@pytest.mark.parametrize(("surface", "name"), [("HALF", "float16"), ("BF16", "bfloat16")])
 @pytest.mark.parametrize("sizes", [PREFILL, DECODE, replace(PREFILL, seq_len=1), Sizes(batch=1, start=1)])
-def test_a_legal_call_says_that_there_are_no_kernels(sizes: Sizes, surface: str) -> None:
-    with pytest.raises(PluginError, match=NOT_HERE):
-        enqueue(runtime_plugin(), call_shapes(sizes), surface=surface)
+def test_a_legal_call_reaches_the_kernels(sizes: Sizes, surface: str, name: str, launched: list[Any]) -> None:
+    enqueue(runtime_plugin(), call_shapes(sizes), surface=surface)
+    mode = Mode.DECODE if sizes.start else Mode.PREFILL
+    call = Call(mode, sizes.batch, sizes.seq_len, sizes.num_pages, sizes.pages_per_seq, sizes.max_positions, 16)
+    assert launched == [(name, call, *addresses(), 0x1000, 7)]
 
 
 ILLEGAL = [
@@ -308,16 +318,16 @@ ILLEGAL = [
 
 @pytest.mark.parametrize(("sizes", "change", "message"), ILLEGAL)
 def test_an_illegal_shape_is_refused_and_the_next_call_works(
-    sizes: Sizes, change: dict[str, tuple[int, ...]], message: str
+    sizes: Sizes, change: dict[str, tuple[int, ...]], message: str, launched: list[Any]
 ) -> None:
     plugin = runtime_plugin()
     legal = call_shapes(sizes)
-    with pytest.raises(PluginError, match=NOT_HERE):
-        enqueue(plugin, legal)
+    enqueue(plugin, legal)
     with pytest.raises(ContractError, match=message):
         enqueue(plugin, {**legal, **change})
-    with pytest.raises(PluginError, match=NOT_HERE):
-        enqueue(plugin, legal)
+    assert len(launched) == 1
+    enqueue(plugin, legal)
+    assert len(launched) == 2
 
 
 @pytest.mark.parametrize(
@@ -349,7 +359,7 @@ def test_a_format_that_is_not_linear_is_refused(trt: Any) -> None:
 
 
 @pytest.mark.parametrize("pool_io", [PoolIO.IN_PLACE, PoolIO.ALIAS])
-def test_kind_24_differing_pools_are_refused_in_place_and_aliased(pool_io: PoolIO) -> None:
+def test_kind_24_differing_pools_are_refused_in_place_and_aliased(pool_io: PoolIO, launched: list[Any]) -> None:
     plugin = runtime_plugin(replace(GEOMETRY, pool_io=int(pool_io)))
     with pytest.raises(ContractError) as caught:
         enqueue(plugin, call_shapes(DECODE), present=0xABC000)
@@ -357,16 +367,18 @@ def test_kind_24_differing_pools_are_refused_in_place_and_aliased(pool_io: PoolI
         "present_key_value: got address 0xabc000; expected 0x30000, the address of past_key_value "
         f"(pool_io {pool_io.option}); bind the same buffer to both, or patch the model with --pool-io copy"
     )
-    with pytest.raises(PluginError, match=NOT_HERE):
-        enqueue(plugin, call_shapes(DECODE))
+    assert not launched
+    enqueue(plugin, call_shapes(DECODE))
+    assert len(launched) == 1
 
 
-def test_kind_24_equal_pools_are_refused_when_the_pool_is_copied() -> None:
+def test_kind_24_equal_pools_are_refused_when_the_pool_is_copied(launched: list[Any]) -> None:
     plugin = runtime_plugin(replace(GEOMETRY, pool_io=int(PoolIO.COPY)))
     with pytest.raises(ContractError, match=r"present_key_value: got address 0x30000, that of past_key_value"):
         enqueue(plugin, call_shapes(DECODE))
-    with pytest.raises(PluginError, match=NOT_HERE):
-        enqueue(plugin, call_shapes(DECODE), present=0xABC000)
+    assert not launched
+    enqueue(plugin, call_shapes(DECODE), present=0xABC000)
+    assert len(launched) == 1
 
 
 def test_an_unaligned_workspace_is_refused() -> None:
@@ -381,8 +393,7 @@ def test_on_shape_change_leaves_illegal_sizes_to_enqueue(trt: Any) -> None:
         plugin.on_shape_change(*runtime_descs(trt, shapes))
         assert first_error() is None
     plugin.on_shape_change(*runtime_descs(trt, call_shapes(DECODE)))
-    with pytest.raises(PluginError, match=NOT_HERE):
-        enqueue(plugin, call_shapes(DECODE))
+    enqueue(plugin, call_shapes(DECODE))
     with pytest.raises(ContractError, match="S = 1 in decode"):
         enqueue(plugin, call_shapes(LARGEST))
 
@@ -396,9 +407,27 @@ def test_on_shape_change_makes_a_changed_dtype_visible(trt: Any) -> None:
         enqueue(plugin, call_shapes(DECODE), types=types)
 
 
-def test_kind_31_an_error_of_enqueue_names_the_layer() -> None:
-    with pytest.raises(PluginError):
+def test_kind_31_an_error_of_enqueue_names_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise FailedError("a kernel launch failed: CUDA_ERROR_UNKNOWN")
+
+    monkeypatch.setattr(NodeKernels, "enqueue", fail)
+    with pytest.raises(FailedError):
         enqueue(runtime_plugin(), call_shapes(DECODE))
-    remembered = first_error()
-    assert remembered is not None
-    assert str(remembered).startswith(f"plugin layer 'layer_0', enqueue: {NOT_HERE}")
+    assert str(first_error()) == "plugin layer 'layer_0', enqueue: a kernel launch failed: CUDA_ERROR_UNKNOWN"
+
+
+@pytest.mark.parametrize("error", [FailedError("no CUDA device: none"), RefusedError("compute capability 7.5")])
+def test_on_shape_change_needs_no_device_that_can_run_the_kernels(
+    trt: Any, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = []
+
+    def fail(self: NodeKernels, rotary_dims: int) -> None:
+        prepared.append((self.surface, rotary_dims))
+        raise error
+
+    monkeypatch.setattr(NodeKernels, "prepare", fail)
+    runtime_plugin().on_shape_change(*runtime_descs(trt, call_shapes(DECODE), "BF16"))
+    assert prepared == [("bfloat16", 16)]
+    assert first_error() is None
