@@ -32,8 +32,20 @@ demo: $(VENV)/.demo  ## patch, compare and build an engine from the sample model
 test: $(VENV)/.test  ## run the tests (those that need torch, a GPU or TensorRT say so when it is absent)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-compile-test: $(VENV)/.test  ## compile every kernel for every architecture (no GPU)
-	$(BIN)/python -m pytest -n 2 -m compile_table
+# The oldest NVRTC and the newest, each in a small environment of its own.
+NVRTCS := 13.0.88 13.5.37
+.PRECIOUS: $(VENV)-nvrtc-%/.made
+
+$(VENV)-nvrtc-%/.made:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet nvidia-cuda-nvrtc==$* 'nvidia-cuda-runtime==$(basename $*).*' \
+		'cuda-core>=1,<2' 'cuda-bindings>=13,<14' 'numpy>=2' 'ml-dtypes>=0.5' 'pytest>=8' 'pytest-xdist>=3.6'
+	touch $@
+
+compile-test: $(NVRTCS:%=compile-test-%)  ## compile every kernel for every architecture with two NVRTCs (no GPU)
+
+compile-test-%: $(VENV)-nvrtc-%/.made
+	$(<D)/bin/python -m pytest -n 2 -m compile_table --nvrtc=$(basename $*) tests/plugin/test_*_compile.py
 
 gpu-test: $(VENV)/.oracle  ## run the CUDA kernels on this machine's GPU
 	$(BIN)/python -m pytest -m gpu
@@ -53,4 +65,4 @@ models: $(VENV)/.oracle  ## make models/ again at the pinned versions
 	$(BIN)/python tools/make_models.py
 
 clean:  ## remove the virtual environment and build results
-	rm -rf $(VENV) build dist demo-out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-nvrtc-* build dist demo-out .pytest_cache .mypy_cache .ruff_cache
