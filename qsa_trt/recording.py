@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from qsa_plugin.contract import EDGE_LLM_NAME, INPUTS, OUTPUTS, PLUGIN_NAME, Geometry
 from qsa_plugin.errors import InputError, MissingPackageError
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 Array = NDArray[Any]
-_POOL_TYPES: dict[int, type[np.floating[Any]]] = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16}
+_BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def qsa_nodes(model: onnx.ModelProto) -> list[QsaNode]:
 
 
 def _qsa_node(node: onnx.NodeProto) -> QsaNode:
-    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     return QsaNode(
         name=node.name or node.output[0],
         geometry=Geometry.from_attributes({k: v for k, v in attributes.items() if isinstance(v, int | float)}),
@@ -83,7 +85,7 @@ class PatchedSession:
         threads: threads that onnxruntime may use.
 
     Raises:
-        InputError: the model is not patched, has no reference body or a bf16 surface, or lacks a rope table.
+        InputError: the model is not patched, has no reference body, or lacks a rope table.
         MissingPackageError: onnxruntime is not installed.
     """
 
@@ -121,7 +123,10 @@ class PatchedSession:
         self.lengths = np.zeros(self._table.shape[0], np.int32)
         self.pools = {
             node.inputs["past_key_value"]: empty_pool(
-                node.geometry, self.num_pages, _POOL_TYPES[self._types[node.inputs["past_key_value"]]], self._fill
+                node.geometry,
+                self.num_pages,
+                helper.tensor_dtype_to_np_dtype(self._types[node.inputs["past_key_value"]]),
+                self._fill,
             )
             for node in self.nodes
         }
@@ -160,8 +165,7 @@ class PatchedSession:
         }
         shared = {self.nodes[0].inputs[name]: value for name, value in own.items()}
         fed = {**feeds, **self.pools, **shared, **self._rope}
-        names = [o.name for o in self._session.get_outputs()]
-        values = dict(zip(names, self._session.run(names, fed), strict=True))
+        values = run_session(self._session, fed)
         known = {**self._weights, **fed, **values}
         calls = tuple(_call(node, known) for node in self.nodes) if self.record else ()
         for node in self.nodes:
@@ -188,9 +192,6 @@ class PatchedSession:
             raise InputError("model", "no QsaAttention node", "a patched model", "run: qsa-trt patch-onnx MODEL")
         if not any(function.name in (PLUGIN_NAME, EDGE_LLM_NAME) for function in proto.functions):
             raise InputError("model", "no reference body", "one", "patch it without --no-reference-body")
-        for node in self.nodes:
-            if self._types[node.inputs["past_key_value"]] not in _POOL_TYPES:
-                raise InputError(f"node {node.name}", "a bf16 surface", "fp16 or fp32", "patch with --dtype fp32")
 
 
 def _call(node: QsaNode, known: Mapping[str, Array]) -> NodeCall:
@@ -234,3 +235,30 @@ def open_session(proto: onnx.ModelProto, folder: Path | None = None, threads: in
     if folder is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def run_session(session: onnxruntime.InferenceSession, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    """All outputs of a model by name. bf16 tensors are `ml_dtypes.bfloat16` arrays, which onnxruntime itself refuses.
+
+    Args:
+        session: the model.
+        feeds: all of its inputs.
+    """
+    from onnxruntime import OrtValue
+
+    def value(array: Array) -> OrtValue:
+        array = np.ascontiguousarray(array)
+        if array.dtype == _BF16:
+            return OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), TensorProto.BFLOAT16)
+        return OrtValue.ortvalue_from_numpy(array)
+
+    names = [output.name for output in session.get_outputs()]
+    results = session.run_with_ort_values(names, {name: value(array) for name, array in feeds.items()})
+    return {name: _array(result) for name, result in zip(names, results, strict=True)}
+
+
+def _array(value: onnxruntime.OrtValue) -> Array:
+    if value.element_type() != TensorProto.BFLOAT16:
+        return np.asarray(value.numpy())
+    content = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
+    return np.frombuffer(bytearray(content), _BF16).reshape(value.shape())

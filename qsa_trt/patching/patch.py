@@ -30,15 +30,15 @@ from .rope_source import baked_table
 from .structure import indexers
 from .verify import Cut, check_coverage, check_layer
 
-_TYPES: dict[str, int] = {"fp16": TensorProto.FLOAT16, "fp32": TensorProto.FLOAT}
-_TYPE_NAMES: dict[int, str] = {TensorProto.FLOAT16: "fp16", TensorProto.FLOAT: "fp32", TensorProto.BFLOAT16: "bf16"}
+_TYPES: dict[str, int] = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16, "fp32": TensorProto.FLOAT}
+_TYPE_NAMES = {elem_type: name for name, elem_type in _TYPES.items()}
 
 
 def patch_onnx(
     model: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
     *,
-    dtype: Literal["fp16", "fp32"] | None = None,
+    dtype: Literal["fp16", "bf16", "fp32"] | None = None,
     pool_io: Literal["in-place", "alias", "copy"] = "in-place",
     rope_table: Literal["input", "initializer"] = "input",
     max_positions: int | None = None,

@@ -43,7 +43,7 @@ def test_help_states_the_exit_codes(capsys: pytest.CaptureFixture[str], argument
     [
         (["nonsense"], "No such command 'nonsense'"),
         (["patch-onnx"], "Missing argument 'MODEL'"),
-        (["patch-onnx", "m.onnx", "--dtype", "int8"], "'int8' is not one of 'fp16', 'fp32'"),
+        (["patch-onnx", "m.onnx", "--dtype", "int8"], "'int8' is not one of 'fp16', 'bf16', 'fp32'"),
         (["patch-onnx", "m.onnx", "--pool-io", "x"], "'x' is not one of 'in-place', 'alias', 'copy'"),
         (["patch-onnx", "m.onnx", "--max-positions", "many"], "'many' is not a valid integer"),
         (["build-engine"], "Missing argument 'MODEL'"),

@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
 
-from qsa_plugin.contract import INPUTS
+from qsa_plugin.contract import INPUTS, DType
 from qsa_plugin.errors import InputError, MissingPackageError
 from qsa_trt.patching import patch_onnx
 from qsa_trt.recording import PatchedSession
@@ -103,13 +104,22 @@ def test_wrong_models(patched: Path, tmp_path: Path) -> None:
         session(patched, rope=None)
 
 
-def test_bf16_surface(patched: Path) -> None:
-    model = onnx.load(patched)
-    for value in model.graph.input:
-        if value.name.startswith("past_key_values"):
-            value.type.tensor_type.elem_type = onnx.TensorProto.BFLOAT16
-    with pytest.raises(InputError, match="a bf16 surface; expected fp16 or fp32"):
-        session(model)
+def test_bf16_tensors_are_fed_and_recorded(tmp_path: Path) -> None:
+    """onnxruntime takes no such arrays itself; the pools go from step to step bit by bit."""
+    patch_onnx(LM, tmp_path / "bf16.onnx", dtype="bf16")
+    run = session(tmp_path / "bf16.onnx", record=True, rng=np.random.default_rng(0), fill=np.nan)
+    pools = dict(run.pools)
+    for step, length in ((run.prefill(ids(0, 70), [70, 12]), 70), (run.decode(ids(1, 1)), 1)):
+        assert step.outputs["logits"].dtype == np.float32
+        for call in step.calls:
+            past = call.node.inputs["past_key_value"]
+            surface = {t.name: call.inputs[t.name].dtype for t in INPUTS if t.dtype is DType.SURFACE}
+            assert set(surface.values()) == {np.dtype(ml_dtypes.bfloat16)} and len(surface) == 7
+            assert np.array_equal(call.inputs["past_key_value"].view(np.uint16), pools[past].view(np.uint16))
+            expected = qsa_attention(call.inputs, call.node.geometry)
+            assert call.attn_output.shape == expected.attn_output.shape == (2, length, 8, 64)
+            assert np.array_equal(np.isnan(call.present_key_value), np.isnan(expected.present_key_value))
+            pools[past] = call.present_key_value
 
 
 def test_without_onnxruntime(patched: Path, monkeypatch: pytest.MonkeyPatch) -> None:

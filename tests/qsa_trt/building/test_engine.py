@@ -127,13 +127,14 @@ def test_every_pool_io_builds(model_file: Callable[..., Path], pool_io: PoolIO) 
     assert manifest["flags"]["preview_features"] == expected
 
 
+@pytest.mark.parametrize(("dtype", "surface"), [(None, "float16"), ("bf16", "bfloat16")])
 @pytest.mark.parametrize("name", ["qsa_lm", "real_layer_fp16"])
-def test_patched_models_build(tmp_path: Path, name: str) -> None:
+def test_patched_models_build(tmp_path: Path, name: str, dtype: Any, surface: str) -> None:
     """Each carries the local function, which TensorRT must not take."""
-    path = patch_onnx(MODELS / f"{name}.onnx", tmp_path / "model.qsa.onnx").output
+    path = patch_onnx(MODELS / f"{name}.onnx", tmp_path / "model.qsa.onnx", dtype=dtype).output
     report = build_engine(path, **SIZES)
     assert report.engine.read_bytes().count(b"indexer_budget") >= len(report.manifest["layers"])
-    assert report.manifest["surface_dtype"] == "float16"
+    assert report.manifest["surface_dtype"] == surface
 
 
 def test_edge_llm_spelling_builds(model_file: Callable[..., Path]) -> None:

@@ -33,7 +33,7 @@ SAMPLES = [
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-@pytest.mark.parametrize("dtype", [None, "fp32"])
+@pytest.mark.parametrize("dtype", [None, "fp32", "bf16"])
 def test_samples_are_patched_unchanged(name: str, dtype: Any, tmp_path: Path) -> None:
     path = sample(name)
     onnx.checker.check_model(path)
@@ -142,7 +142,7 @@ def test_refusal_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"dtype": "bf16"}, "--dtype: got bf16; expected one of fp16, fp32; choose one of these"),
+        ({"dtype": "int8"}, "--dtype: got int8; expected one of fp16, bf16, fp32; choose one of these"),
         ({"pool_io": "both"}, "--pool-io: got both; expected one of in-place, alias, copy; choose one of these"),
         ({"rope_table": "no"}, "--rope-table: got no; expected one of input, initializer; choose one of these"),
         (

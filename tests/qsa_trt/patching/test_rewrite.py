@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from qsa_plugin.contract import INPUTS, OUTPUTS, resolve_dims
 from qsa_trt.patching import PatchReport, patch_onnx
 from qsa_trt.recording import PatchedSession, qsa_nodes
-from tests.support.graphs import add_constant, first_layer, insert, load, node, reroute
+from tests.support.graphs import add_constant, first_layer, insert, load, node, reroute, retype
 from tests.support.originals import Original
 
 
@@ -118,7 +118,14 @@ def test_raw_weight_from_an_fp16_constant(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "casts"),
-    [("qsa_lm", None, 3), ("qsa_lm", "fp32", 0), ("real_layer_fp16", None, 0), ("real_layer_fp16", "fp32", 3)],
+    [
+        ("qsa_lm", None, 3),
+        ("qsa_lm", "fp32", 0),
+        ("real_layer_fp16", None, 0),
+        ("real_layer_fp16", "fp32", 3),
+        ("qsa_lm", "bf16", 3),
+        ("real_layer_fp16", "bf16", 3),
+    ],
 )
 def test_casts_stand_around_the_node_only(name: str, dtype: str | None, casts: int, tmp_path: Path) -> None:
     model, report = patch(load(name), tmp_path, dtype=dtype)
@@ -129,19 +136,7 @@ def test_casts_stand_around_the_node_only(name: str, dtype: str | None, casts: i
 
 def test_bf16_graph_keeps_its_surface(tmp_path: Path) -> None:
     """Every fp16 tensor of an fp16 graph made bf16: the node's surface follows."""
-    model = load("real_layer_fp16")
-    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
-        if value.type.tensor_type.elem_type == TensorProto.FLOAT16:
-            value.type.tensor_type.elem_type = TensorProto.BFLOAT16
-    for tensor in model.graph.initializer:
-        if tensor.data_type == TensorProto.FLOAT16:
-            values = numpy_helper.to_array(tensor).astype(helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16))
-            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-    for n in model.graph.node:
-        for attribute in n.attribute:
-            if n.op_type == "Cast" and attribute.i == TensorProto.FLOAT16:
-                attribute.i = TensorProto.BFLOAT16
-    model, report = patch(model, tmp_path)
+    model, report = patch(retype(load("real_layer_fp16"), TensorProto.FLOAT16, TensorProto.BFLOAT16), tmp_path)
     assert report.layers[0].surface == report.layers[0].graph_dtype == "bf16"
     assert typed(model)["past_key_values_0"][0] == TensorProto.BFLOAT16
     assert constant(model, qsa_nodes(model)[0].inputs["q_norm_gamma"]).dtype.name == "bfloat16"
