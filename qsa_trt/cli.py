@@ -58,6 +58,14 @@ def cli() -> None:
     show_default=True,
     help="Carry a plain-op definition of QsaAttention, which is what onnxruntime runs.",
 )
+@click.option(
+    "--external-data",
+    type=click.Choice(["copy", "link", "reference"]),
+    default="copy",
+    show_default=True,
+    help="What becomes of weights in external files when OUT is in another folder: copied, hard-linked (copied where "
+    "that is impossible), or referenced, where they lie below OUT's folder.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be done; write nothing.")
 def patch_onnx_command(model: str, output: str | None, **options: Any) -> None:
     """Rewrite every QSA attention of the ONNX file MODEL into one QsaAttention node."""

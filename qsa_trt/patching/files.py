@@ -7,17 +7,21 @@ import filecmp
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import onnx
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 
 from qsa_plugin.errors import FailedError, InputError
 
-from .well_formed import check_well_formed
+from .external_data import is_external, set_location
+from .well_formed import all_tensors, check_well_formed
 
+#: What becomes of the external data when the model goes to another folder.
+ExternalData = Literal["copy", "link", "reference"]
 PATCHED_SUFFIX = ".qsa.onnx"
 _PROTOBUF_LIMIT = (1 << 31) - 1
 _EXPORT_AGAIN = "give a complete ONNX file"
@@ -37,6 +41,11 @@ class ModelFile:
     def folder(self) -> Path:
         """Where the external data lies."""
         return self.path.parent
+
+    @property
+    def external_files(self) -> tuple[Path, ...]:
+        """The files with weights."""
+        return tuple(self.folder / location for location in self.external)
 
 
 def load_model(path: str | os.PathLike[str]) -> ModelFile:
@@ -117,45 +126,82 @@ def _umask() -> int:
     return current
 
 
-def check_output(source: ModelFile, output: Path) -> None:
+def check_output(source: ModelFile, output: Path, external_data: ExternalData = "copy") -> None:
     """Make sure that `output` can be written, and that writing it destroys nothing.
 
     Raises:
-        InputError: as `check_writable`; OUT is MODEL itself, or another file there has the name of the model's
-            external data.
+        InputError: as `check_writable`; OUT is MODEL itself or a file of its external data, or another file there has
+            the name of that data; `reference` is asked for, and the data does not lie below OUT's folder.
     """
     check_writable(output)
-    if output.exists() and output.samefile(source.path):
-        raise InputError("OUT", output, "another file than MODEL", _OTHER_NAME)
-    for location, target in _copies(source, output):
-        if target.exists() and not filecmp.cmp(source.folder / location, target, shallow=False):
+    if output.exists() and any(output.samefile(file) for file in (source.path, *source.external_files)):
+        raise InputError("OUT", output, "another file than MODEL and its external data", _OTHER_NAME)
+    folder = output.parent.resolve()
+    for location in source.external if external_data == "reference" else ():
+        if not (source.folder / location).resolve().is_relative_to(folder):
             raise InputError(
-                "OUT", output, f"a folder without another file {location}", "choose another folder: weights lie there"
+                "--external-data",
+                f"reference, with OUT in {output.parent}",
+                f"OUT in a folder above {location}, since a location may not leave the model's folder",
+                "choose another folder, copy or link",
+            )
+    for file, target in _moves(source, output, external_data):
+        if target == output or not target.resolve().is_relative_to(folder):
+            raise InputError("OUT", output, f"a place where {target} can hold weights", _OTHER_NAME)
+        if target.exists() and not (target.samefile(file) or filecmp.cmp(file, target, shallow=False)):
+            raise InputError(
+                "OUT",
+                output,
+                f"a folder without another file {target.relative_to(output.parent)}",
+                "choose another folder: weights lie there",
             )
 
 
-def save_model(model: onnx.ModelProto, source: ModelFile, output: Path) -> None:
-    """Write the model and, when it goes to another folder, copies of its external data; all or nothing.
+def save_model(
+    model: onnx.ModelProto,
+    source: ModelFile,
+    output: Path,
+    external_data: ExternalData = "copy",
+    accept: Callable[[Path], None] = lambda _: None,
+) -> tuple[str, ...]:
+    """Write the model and, when it goes to another folder, bring its external data along; all or nothing.
+
+    Args:
+        model: what to write; with `reference`, its locations are changed.
+        source: the file that it was made from.
+        output: passed `check_output`.
+        external_data: what becomes of the data when `output` is in another folder than `source`.
+        accept: looks at the complete file, under a temporary name in its folder, and raises to keep it out.
+
+    Returns:
+        What a user should know about linked data.
 
     Raises:
         InputError: the model is too large for one file.
         FailedError: the disk refused.
     """
+    if external_data == "reference":
+        _refer(model, source, output)
     content = _serialize(model, source.path)
-    copied: list[Path] = []
+    notes: list[str] = []
+    made: list[Path] = []
     try:
-        for location, target in _copies(source, output):
+        for file, target in _moves(source, output, external_data):
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
-                copied.append(target)
-                _write(target, source.folder / location)
-        _write(output, content)
+                made.append(target)
+                notes += _place(file, target, external_data)
+        with new_file(output) as temporary:
+            temporary.write_bytes(content)
+            accept(temporary)
+            temporary.replace(output)
     except BaseException as error:
-        for target in copied:
+        for target in made:
             target.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise FailedError(f"cannot write {output}: {error.strerror}; nothing was written") from error
         raise
+    return tuple(notes)
 
 
 def _serialize(model: onnx.ModelProto, path: Path) -> bytes:
@@ -168,18 +214,37 @@ def _serialize(model: onnx.ModelProto, path: Path) -> bytes:
         raise too_large from error
 
 
-def _copies(source: ModelFile, output: Path) -> list[tuple[str, Path]]:
-    """(location, where it has to lie too) of each external file, when the model moves to another folder."""
-    if output.parent.resolve() == source.folder.resolve():
+def _moves(source: ModelFile, output: Path, external_data: ExternalData) -> list[tuple[Path, Path]]:
+    """(file, where it has to lie too) of each external file that moves with the model to another folder."""
+    if external_data == "reference" or output.parent.resolve() == source.folder.resolve():
         return []
-    return [(location, output.parent / location) for location in source.external]
+    return [(source.folder / location, output.parent / location) for location in source.external]
 
 
-def _write(target: Path, content: bytes | Path) -> None:
-    """Write bytes, or copy a file, through a temporary name in the same folder."""
-    with new_file(target) as temporary:
-        if isinstance(content, Path):
-            shutil.copyfile(content, temporary)
+def _refer(model: onnx.ModelProto, source: ModelFile, output: Path) -> None:
+    """Let every external tensor name its data from the folder of `output`."""
+    folder = output.parent.resolve()
+    locations = {location: (source.folder / location).resolve().relative_to(folder) for location in source.external}
+    for tensor in filter(is_external, all_tensors(model)):
+        location = next(entry.value for entry in tensor.external_data if entry.key == "location")
+        set_location(tensor, locations[location].as_posix())
+
+
+def _place(file: Path, target: Path, external_data: ExternalData) -> list[str]:
+    """Link or copy one file of weights, through a temporary name when it is copied."""
+    if external_data == "link":
+        try:
+            target.hardlink_to(file.resolve())
+        except OSError as error:
+            notes = [f"{target} is a copy of the weights: they cannot be linked there ({error.strerror})"]
         else:
-            temporary.write_bytes(content)
+            return [
+                f"{target} and {file} are one file now: a change of one changes both, and the onnx package (not"
+                " onnxruntime, not TensorRT) may refuse to load weights that hard links share"
+            ]
+    else:
+        notes = []
+    with new_file(target) as temporary:
+        shutil.copyfile(file, temporary)
         temporary.replace(target)
+    return notes

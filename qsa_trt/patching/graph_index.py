@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import helper, numpy_helper
+from onnx import helper
 
 from . import shape_values
+from .external_data import is_external, read_tensor
 
 Dim = int | str | None
 #: Constants with more elements are never read: gammas, head counts and shapes are far smaller, weights far larger.
@@ -208,7 +209,8 @@ class GraphIndex:
         if node is None:
             return None
         if node.op == "Constant":
-            return _constant_value(node)
+            value = node.attribute("value")
+            return self._load(value) if isinstance(value, onnx.TensorProto) else _constant_value(node)
         if node.op == "Identity":
             return self.constant(node.inputs[0])
         if node.op not in _FOLDED_OPS or node.proto.domain not in ("", "ai.onnx"):
@@ -219,9 +221,7 @@ class GraphIndex:
     def _load(self, tensor: onnx.TensorProto) -> NDArray[Any] | None:
         if int(np.prod(tensor.dims, dtype=np.int64)) > SMALL:
             return None
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            return numpy_helper.to_array(tensor, str(self.folder or ""))
-        return numpy_helper.to_array(tensor)
+        return read_tensor(tensor, self.folder)
 
 
 def _evaluate(node: onnx.NodeProto, values: dict[str, NDArray[Any]]) -> NDArray[Any] | None:
@@ -237,10 +237,8 @@ def _evaluate(node: onnx.NodeProto, values: dict[str, NDArray[Any]]) -> NDArray[
 
 
 def _constant_value(node: Node) -> NDArray[Any] | None:
-    for name in ("value", "value_float", "value_int", "value_floats", "value_ints"):
+    for name in ("value_float", "value_int", "value_floats", "value_ints"):
         value = node.attribute(name)
-        if isinstance(value, onnx.TensorProto):
-            return numpy_helper.to_array(value)
         if value is not None:
             return np.asarray(value, np.float32 if "float" in name else np.int64)
     return None
@@ -287,6 +285,6 @@ def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     for tensor in graph.initializer:
         if tensor.name not in declared:
             skeleton.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-        if tensor.data_type == onnx.TensorProto.INT64 and tensor.data_location != onnx.TensorProto.EXTERNAL:
+        if tensor.data_type == onnx.TensorProto.INT64 and not is_external(tensor):
             skeleton.graph.initializer.append(tensor)
     return skeleton

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from .anchors import refuse
 from .attributes import read_attributes
 from .config import Config, load_config
 from .detect import find_layers, patched_nodes
-from .files import check_output, default_output, load_model, save_model
+from .files import ExternalData, check_output, default_output, load_model, save_model
 from .graph_index import GraphIndex
 from .layout import check_layout
 from .meaning import check_meaning
@@ -44,6 +44,7 @@ def patch_onnx(
     max_positions: int | None = None,
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     reference_body: bool = True,
+    external_data: ExternalData = "copy",
     dry_run: bool = False,
 ) -> PatchReport:
     """Rewrite every QSA attention of a model into one `QsaAttention` node and write the result.
@@ -57,6 +58,9 @@ def patch_onnx(
         max_positions: positions of the baked table; needed there and only there.
         config: the model's `config.json` (path or content), for what the graph does not tell.
         reference_body: carry the plain-op function that onnxruntime runs.
+        external_data: what becomes of weights in external data when OUT is in another folder than MODEL: `copy`;
+            `link`, a hard link, or a copy where the file system has none; `reference`, where they lie below OUT's
+            folder, since a location may not leave it. In MODEL's own folder they are never touched.
         dry_run: do everything but write.
 
     Returns:
@@ -68,11 +72,12 @@ def patch_onnx(
     """
     io = _pool_io(pool_io)
     _check_choice("--dtype", dtype, (None, *_TYPES))
+    _check_choice("--external-data", external_data, get_args(ExternalData))
     _check_rope(rope_table, max_positions)
     config = load_config(config)
     source = load_model(model)
     target = Path(output) if output is not None else default_output(source.path)
-    check_output(source, target)
+    check_output(source, target, external_data)
     index = GraphIndex(source.model, source.folder)
     if patched_nodes(source.model):
         plain = [f"{topk.label} is still an indexer in plain operators" for topk, _ in indexers(index)]
@@ -89,8 +94,7 @@ def patch_onnx(
     strip_stack_traces(edited)
     if reference_body:
         add_reference_function(edited)
-    if not dry_run:
-        save_model(edited, source, target)
+    notes = () if dry_run else save_model(edited, source, target, external_data)
     return PatchReport(
         status="dry-run" if dry_run else "patched",
         input=source.path,
@@ -103,7 +107,7 @@ def patch_onnx(
         new_outputs=tuple(_tensor_report(v) for v in additions.outputs),
         rope=rope_text,
         reference_body=reference_body,
-        warnings=(*warnings, *additions.warnings(), *_kept_warnings(removed)),
+        warnings=(*warnings, *additions.warnings(), *_kept_warnings(removed), *notes),
     )
 
 

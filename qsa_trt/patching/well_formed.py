@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -15,15 +15,10 @@ from onnx import TensorProto, external_data_helper, helper
 
 from qsa_plugin.errors import InputError
 
+from .external_data import PACKED_BITS, is_external, stored_bytes
 from .graph_index import subgraphs
 
 _EXPORT_AGAIN = "export the model again"
-#: Bits of the element types that NumPy cannot tell by an item size of their own.
-_PACKED_BITS = {
-    getattr(TensorProto, name): bits
-    for name, bits in {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}.items()
-    if hasattr(TensorProto, name)
-}
 
 
 def check_well_formed(model: onnx.ModelProto, folder: Path) -> tuple[str, ...]:
@@ -38,13 +33,23 @@ def check_well_formed(model: onnx.ModelProto, folder: Path) -> tuple[str, ...]:
     for graph in _graphs(model.graph):
         for node in graph.node:
             _check_node(node, versions)
-        for tensor in _tensors(graph):
-            size = _stored_bytes(tensor)
-            if tensor.data_location == TensorProto.EXTERNAL:
-                locations[_check_external(tensor, size, folder)] = None
-            else:
-                _check_stored(tensor, size)
+    for tensor in all_tensors(model):
+        size = _size(tensor)
+        if is_external(tensor):
+            locations[_check_external(tensor, size, folder)] = None
+        else:
+            _check_stored(tensor, size)
     return tuple(locations)
+
+
+def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
+    """Every initializer and every tensor of an attribute, of bodies and local functions too."""
+    nodes = [node for function in model.functions for node in function.node]
+    graphs = [model.graph, *(body for node in nodes for body in subgraphs(node))]
+    for graph in (inner for outer in graphs for inner in _graphs(outer)):
+        yield from graph.initializer
+        yield from _attribute_tensors(graph.node)
+    yield from _attribute_tensors(nodes)
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
@@ -54,9 +59,8 @@ def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
             yield from _graphs(body)
 
 
-def _tensors(graph: onnx.GraphProto) -> Iterator[TensorProto]:
-    yield from graph.initializer
-    for node in graph.node:
+def _attribute_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[TensorProto]:
+    for node in nodes:
         for attribute in node.attribute:
             if attribute.type == onnx.AttributeProto.TENSOR:
                 yield attribute.t
@@ -85,15 +89,9 @@ def _fewest_operands(op_type: str, domain: str, version: int) -> tuple[int, int]
     return schema.min_input, max(1, schema.min_output)
 
 
-def _stored_bytes(tensor: TensorProto) -> int | None:
-    """Bytes of the raw form; None for strings, which have none."""
-    if tensor.data_type == TensorProto.STRING:
-        return None
-    count: int = math.prod(tensor.dims)
+def _size(tensor: TensorProto) -> int | None:
     try:
-        if tensor.data_type in _PACKED_BITS:
-            return math.ceil(count * _PACKED_BITS[tensor.data_type] / 8)
-        return count * int(helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+        return stored_bytes(tensor)
     except KeyError as error:
         raise InputError(
             f"tensor {tensor.name}", f"element type {tensor.data_type}", "a type of this onnx package", _EXPORT_AGAIN
@@ -105,7 +103,7 @@ def _check_stored(tensor: TensorProto, size: int | None) -> None:
     if tensor.HasField("raw_data"):
         if len(tensor.raw_data) != size:
             raise InputError(what, f"{len(tensor.raw_data)} bytes", f"{size} bytes for dims {dims}", _EXPORT_AGAIN)
-    elif tensor.data_type not in (*_PACKED_BITS, TensorProto.COMPLEX64, TensorProto.COMPLEX128):
+    elif tensor.data_type not in (*PACKED_BITS, TensorProto.COMPLEX64, TensorProto.COMPLEX128):
         count = len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type)))
         if count != math.prod(dims):
             raise InputError(what, f"{count} elements", f"{math.prod(dims)} for dims {dims}", _EXPORT_AGAIN)
