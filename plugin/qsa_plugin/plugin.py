@@ -43,6 +43,7 @@ FORMAT_FIELD = "format_version"
 _QKV = INPUT_INDEX["qkv"]
 _POOL_IN = INPUT_INDEX["past_key_value"]
 _ROPE = INPUT_INDEX["rope_rotary_cos_sin"]
+_START = INPUT_INDEX["kvcache_start_index"]
 _POOL_OUT = OUTPUT_INDEX["present_key_value"]
 
 Shapes = dict[str, tuple[int, ...]]
@@ -61,7 +62,7 @@ class Callbacks:
         self.plugin_namespace = PLUGIN_NAMESPACE
         self.num_outputs = len(OUTPUTS)
         self.timing_cache_id = self.metadata_string = _describe(geometry)
-        self._checked: tuple[list[tuple[int, ...]], Call] | None = None
+        self._checked: tuple[tuple[int, int, int], Call] | None = None
         self._kernels: NodeKernels | None = None
 
     @callback
@@ -203,10 +204,14 @@ class Callbacks:
         return self._kernels
 
     def _call(self, input_desc: Sequence[Any], output_desc: Sequence[Any]) -> Call:
-        """The sizes of this call, validated once for as long as the shapes stay the same (a step must be cheap)."""
-        descs = [*input_desc, *output_desc]
-        if self._checked is None or [desc.dims for desc in descs] != self._checked[0]:
-            self._checked = ([tuple(desc.dims) for desc in descs], self._check(descs))
+        """The sizes of this call, validated once for as long as they stay the same (a decode step must be cheap).
+
+        TensorRT announces every change of shapes. A look at B, S and the mode guards against one missed; comparing all
+        dims at every step would cost more than the launches.
+        """
+        if self._checked is None or self._checked[0] != _leading_sizes(input_desc):
+            call = self._check([*input_desc, *output_desc])
+            self._checked = (_leading_sizes(input_desc), call)
         return self._checked[1]
 
     def _check(self, descs: Sequence[Any]) -> Call:
@@ -291,6 +296,12 @@ def plugin_class(trt: Any) -> type[Callbacks]:
 
     QsaAttentionPlugin.trt = trt
     return QsaAttentionPlugin
+
+
+def _leading_sizes(inputs: Sequence[Any]) -> tuple[int, int, int]:
+    """B, S, and the length of `kvcache_start_index`."""
+    qkv, start = inputs[_QKV].dims, inputs[_START].dims
+    return qkv[0], qkv[1], start[0]
 
 
 @cache

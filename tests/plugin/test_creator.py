@@ -16,7 +16,8 @@ from qsa_plugin import clear_errors, first_error, flavour_name, flavour_version,
 from qsa_plugin.contract import ATTRIBUTES
 from qsa_plugin.errors import ContractError, InputError
 from qsa_plugin.plugin import FORMAT_VERSION
-from tests.support.plugin_host import GEOMETRY, creator, field_collection, needs_tensorrt
+from qsa_trt.plugin_host import field_collection
+from tests.support.plugin_host import GEOMETRY, creator, needs_tensorrt
 
 pytestmark = needs_tensorrt
 ROOT = Path(__file__).parents[2]

@@ -15,6 +15,7 @@ from qsa_plugin.enqueue import NodeKernels
 from qsa_plugin.errors import ContractError, FailedError, RefusedError
 from qsa_plugin.plugin import FORMAT_VERSION
 from qsa_plugin.workspace import reported_size
+from qsa_trt.plugin_host import field_values
 from tests.support.plugin_host import (
     DECODE,
     GEOMETRY,
@@ -23,7 +24,6 @@ from tests.support.plugin_host import (
     addresses,
     build_plugin,
     call_shapes,
-    field_values,
     needs_tensorrt,
     profile_descs,
     runtime_descs,
@@ -134,7 +134,7 @@ def test_outputs_have_the_surface_dtype(trt: Any, surface: str) -> None:
 
 
 def test_kind_31_fp32_surface_is_refused_and_remembered(trt: Any) -> None:
-    types = [type_of(trt, tensor.name, "FLOAT") for tensor in INPUTS]
+    types = [trt.DataType.FLOAT for _ in INPUTS]
     with pytest.raises(ContractError, match="qkv: got FLOAT; expected HALF or BF16"):
         build_plugin().get_output_data_types(types)
     remembered = first_error()
@@ -280,7 +280,9 @@ def enqueue(
     inputs, outputs = addresses()
     if present is not None:
         outputs[1] = present
-    plugin.enqueue(*runtime_descs(tensorrt(), shapes, surface, types), inputs, outputs, workspace, 7)
+    descs = runtime_descs(tensorrt(), shapes, surface, types)
+    plugin.on_shape_change(*descs)  # TensorRT announces every change
+    plugin.enqueue(*descs, inputs, outputs, workspace, 7)
 
 
 @pytest.mark.parametrize(("surface", "name"), [("HALF", "float16"), ("BF16", "bfloat16")])
@@ -392,10 +394,20 @@ def test_on_shape_change_leaves_illegal_sizes_to_enqueue(trt: Any) -> None:
     for shapes in (call_shapes(LARGEST), {name: (-1,) * len(s) for name, s in call_shapes(LARGEST).items()}):
         plugin.on_shape_change(*runtime_descs(trt, shapes))
         assert first_error() is None
-    plugin.on_shape_change(*runtime_descs(trt, call_shapes(DECODE)))
     enqueue(plugin, call_shapes(DECODE))
     with pytest.raises(ContractError, match="S = 1 in decode"):
         enqueue(plugin, call_shapes(LARGEST))
+
+
+@pytest.mark.parametrize(("name", "shape"), [("qkv", (3, 1, 512)), ("qkv", (2, 2, 512)), ("kvcache_start_index", (1,))])
+def test_a_run_time_size_that_changed_unannounced_is_seen(
+    trt: Any, name: str, shape: tuple[int, ...], launched: list[Any]
+) -> None:
+    plugin = runtime_plugin()
+    enqueue(plugin, call_shapes(DECODE))
+    with pytest.raises(ContractError):
+        plugin.enqueue(*runtime_descs(trt, {**call_shapes(DECODE), name: shape}), *addresses(), 0x1000, 7)
+    assert len(launched) == 1
 
 
 def test_on_shape_change_makes_a_changed_dtype_visible(trt: Any) -> None:

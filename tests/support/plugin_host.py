@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 
 from qsa_plugin import Geometry, register, tensorrt
-from qsa_plugin.contract import INPUTS, OUTPUTS, PAGE_SIZE, PLUGIN_NAME, PLUGIN_VERSION, DType
+from qsa_plugin.contract import INPUTS, OUTPUTS, PAGE_SIZE, PLUGIN_NAME, PLUGIN_VERSION
+from qsa_trt import plugin_host
+from qsa_trt.plugin_host import field_collection, tensor_type
 from tests.support.requirements import has
 
 needs_tensorrt = pytest.mark.skipif(
@@ -32,6 +33,7 @@ GEOMETRY = Geometry(
     indexer_compress_ratio=4,
 )
 Shapes = dict[str, tuple[int, ...]]
+_SURFACE_OF = {"HALF": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -74,38 +76,25 @@ def call_shapes(sizes: Sizes, geometry: Geometry = GEOMETRY) -> Shapes:
 
 def type_of(trt: Any, name: str, surface: str = "HALF") -> Any:
     """TensorRT's type of the contract tensor `name`."""
-    tensor = next(t for t in INPUTS + OUTPUTS if t.name == name)
-    spelled = {DType.SURFACE: surface, DType.INT32: "INT32", DType.FP32: "FLOAT"}[tensor.dtype]
-    return getattr(trt.DataType, spelled)
+    return tensor_type(trt, name, _SURFACE_OF[surface])
 
 
 def runtime_descs(
     trt: Any, shapes: Mapping[str, Sequence[int]], surface: str = "HALF", types: Mapping[str, str] | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """(input, output) `PluginTensorDesc`s as enqueue gets them."""
-    descs = []
-    for tensor in INPUTS + OUTPUTS:
-        desc = trt.PluginTensorDesc()
-        desc.dims = trt.Dims(list(shapes[tensor.name]))
-        forced = (types or {}).get(tensor.name)
-        desc.type = getattr(trt.DataType, forced) if forced else type_of(trt, tensor.name, surface)
-        descs.append(desc)
-    return descs[: len(INPUTS)], descs[len(INPUTS) :]
+    """(input, output) `PluginTensorDesc`s as enqueue gets them; `types` forces the type of some tensors."""
+    inputs, outputs = plugin_host.runtime_descs(trt, shapes, _SURFACE_OF[surface])
+    for tensor, desc in zip(INPUTS + OUTPUTS, [*inputs, *outputs], strict=True):
+        if tensor.name in (types or {}):
+            desc.type = getattr(trt.DataType, types[tensor.name])
+    return inputs, outputs
 
 
 def profile_descs(
     trt: Any, largest: Mapping[str, Sequence[int]], smallest: Mapping[str, Sequence[int]] | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """(input, output) `DynamicPluginTensorDesc`s of a profile, as configure and get_workspace_size get them."""
-    descs = []
-    for tensor in INPUTS + OUTPUTS:
-        low, high = list((smallest or largest)[tensor.name]), list(largest[tensor.name])
-        dynamic = trt.DynamicPluginTensorDesc()
-        dynamic.min, dynamic.opt, dynamic.max = trt.Dims(low), trt.Dims(low), trt.Dims(high)
-        dynamic.desc.dims = trt.Dims([a if a == b else -1 for a, b in zip(low, high, strict=True)])
-        dynamic.desc.type = type_of(trt, tensor.name)
-        descs.append(dynamic)
-    return descs[: len(INPUTS)], descs[len(INPUTS) :]
+    """(input, output) `DynamicPluginTensorDesc`s of an fp16 profile, as configure and get_workspace_size get them."""
+    return plugin_host.profile_descs(trt, smallest or largest, largest, "float16")
 
 
 @cache
@@ -119,22 +108,6 @@ def addresses() -> tuple[list[int], list[int]]:
     """(input, output) device addresses as of an in-place call; nothing is ever read there."""
     inputs = [0x10000 * (i + 1) for i in range(len(INPUTS))]
     return inputs, [0x900000, inputs[2]]
-
-
-def field_collection(trt: Any, values: Mapping[str, int | float]) -> tuple[Any, ...]:
-    """(collection, what it points to): keep the tuple as long as the collection."""
-    arrays = [np.array([v], np.float32 if isinstance(v, float) else np.int32) for v in values.values()]
-    kinds = trt.PluginFieldType
-    fields = [
-        trt.PluginField(name, array, kinds.FLOAT32 if array.dtype == np.float32 else kinds.INT32)
-        for name, array in zip(values, arrays, strict=True)
-    ]
-    return trt.PluginFieldCollection(fields), fields, arrays
-
-
-def field_values(collection: Any) -> dict[str, int | float]:
-    """Name to value of every field."""
-    return {field.name: field.data[0].item() for field in collection}
 
 
 def creator(name: str = PLUGIN_NAME) -> Any:
