@@ -146,7 +146,7 @@ def check_output(source: ModelFile, output: Path, external_data: ExternalData = 
                 "choose another folder, copy or link",
             )
     for file, target in _moves(source, output, external_data):
-        if target == output or not target.resolve().is_relative_to(folder):
+        if output in (target, *target.parents) or not target.resolve().is_relative_to(folder):
             raise InputError("OUT", output, f"a place where {target} can hold weights", _OTHER_NAME)
         if target.exists() and not (target.samefile(file) or filecmp.cmp(file, target, shallow=False)):
             raise InputError(

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
-import onnx
 import pytest
-from onnx import helper, numpy_helper
 
 from qsa_plugin.errors import FailedError, InputError
 from qsa_trt.patching import files, patch_onnx
-from qsa_trt.recording import PatchedSession
 from tests.support.graphs import load
-from tests.support.originals import MODELS, Original
+from tests.support.originals import MODELS
 
 LM = MODELS / "qsa_lm.onnx"
 
@@ -67,70 +63,6 @@ def test_file_cut_between_graph_and_imports(tmp_path: Path) -> None:
     assert "(no graph in it)" in error_of(path)
 
 
-@pytest.fixture
-def external(tmp_path: Path) -> Path:
-    """The causal LM with its weights, norms included, in `weights/lm.data` next to it."""
-    folder = tmp_path / "source"
-    (folder / "weights").mkdir(parents=True)
-    path = folder / "lm.onnx"
-    onnx.save(load(), path, save_as_external_data=True, location="weights/lm.data", size_threshold=128)
-    return path
-
-
-def logits(path: Path) -> np.ndarray:
-    original = Original("qsa_lm")
-    session = PatchedSession(path, batch=1, max_kv_len=50, rope=original.rope(50))
-    return session.prefill(original.tokens(np.random.default_rng(0), 1, 50), [50]).outputs["logits"]
-
-
-def test_external_data_stays_where_it_is(external: Path) -> None:
-    """Next to MODEL nothing is copied: OUT refers to the same file."""
-    patch_onnx(external, dtype="fp32")
-    output = external.with_name("lm.qsa.onnx")
-    assert {t.name for t in external.parent.iterdir()} == {"lm.onnx", "lm.qsa.onnx", "weights"}
-    assert output.stat().st_size < 400_000
-    patch_onnx(LM, external.with_name("inline.onnx"), dtype="fp32")
-    assert np.array_equal(logits(output), logits(external.with_name("inline.onnx")))
-
-
-def test_external_data_follows_to_another_folder(external: Path, tmp_path: Path) -> None:
-    output = tmp_path / "elsewhere" / "out.onnx"
-    output.parent.mkdir()
-    patch_onnx(external, output, dtype="fp32")
-    assert (output.parent / "weights/lm.data").read_bytes() == (external.parent / "weights/lm.data").read_bytes()
-    onnx.checker.check_model(output)
-    assert logits(output).shape == (1, 50, 128)
-    patch_onnx(external, output, dtype="fp32")  # again: the same data is there already
-
-
-def test_external_data_of_another_model_is_not_overwritten(external: Path, tmp_path: Path) -> None:
-    output = tmp_path / "elsewhere" / "out.onnx"
-    (output.parent / "weights").mkdir(parents=True)
-    (output.parent / "weights/lm.data").write_bytes(b"something else")
-    with pytest.raises(InputError, match=r"a folder without another file weights/lm\.data"):
-        patch_onnx(external, output)
-    assert not output.exists()
-
-
-def test_missing_external_data(external: Path) -> None:
-    (external.parent / "weights/lm.data").unlink()
-    text = error_of(external)
-    assert text.startswith("external data: got weights/lm.data; expected a file in ")
-
-
-@pytest.mark.parametrize("location", ["../lm.data", "/etc/passwd"])
-def test_external_data_outside_the_folder(location: str, tmp_path: Path) -> None:
-    tensor = numpy_helper.from_array(np.zeros(4, np.float32), "w")
-    tensor.ClearField("raw_data")
-    tensor.data_location = onnx.TensorProto.EXTERNAL
-    tensor.external_data.add(key="location", value=location)
-    info = helper.make_tensor_value_info("y", 1, [4])
-    graph = helper.make_graph([helper.make_node("Identity", ["w"], ["y"])], "g", [], [info], [tensor])
-    path = tmp_path / "m.onnx"
-    path.write_bytes(helper.make_model(graph).SerializeToString())
-    assert error_of(path).startswith(f"external data: got {location}; expected a path inside")
-
-
 def test_default_output() -> None:
     assert files.default_output(Path("a/b.onnx")) == Path("a/b.qsa.onnx")
     assert files.default_output(Path("a/model.pb")) == Path("a/model.pb.qsa.onnx")
@@ -148,7 +80,7 @@ class TestOutput:
         assert LM.read_bytes() == before
 
     def test_is_the_model(self) -> None:
-        self.refused(LM, "another file than MODEL; choose another name with -o")
+        self.refused(LM, "another file than MODEL and its external data; choose another name with -o")
 
     def test_is_a_link_to_the_model(self, tmp_path: Path) -> None:
         link = tmp_path / "link.onnx"
@@ -199,24 +131,6 @@ def test_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         patch_onnx(LM, output)
     assert [p.name for p in tmp_path.iterdir()] == ["out.onnx"]
     assert output.read_bytes() == b"the file from before"
-
-
-def test_failed_write_takes_back_the_copies(external: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights are copied, the model is not: neither stays. Ctrl-C at that moment does the same."""
-    output = tmp_path / "elsewhere" / "out.onnx"
-    output.parent.mkdir()
-    replace = Path.replace
-
-    def interrupted(self: Path, target: Path) -> Path:
-        if target == output:
-            raise KeyboardInterrupt
-        return replace(self, target)
-
-    monkeypatch.setattr(Path, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        patch_onnx(external, output)
-    assert [p for p in output.parent.rglob("*") if p.is_file()] == []
-    assert (external.parent / "weights/lm.data").is_file()
 
 
 def test_too_large_for_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
