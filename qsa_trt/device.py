@@ -98,10 +98,13 @@ class Buffer:
 
     def intact(self) -> bool:
         """Whether both canaries are."""
-        around = np.empty(self._total, np.uint8)
-        check(self._driver.cuMemcpyDtoH(around.ctypes.data, self._base, self._total))
-        front, behind = around[:CANARY_BYTES], around[CANARY_BYTES + self.nbytes :]
-        return bool((front == _CANARY).all() and (behind == _CANARY).all())
+        behind = self.address + self.nbytes
+        for start, end in ((int(self._base), self.address), (behind, int(self._base) + self._total)):
+            canary = np.empty(end - start, np.uint8)
+            check(self._driver.cuMemcpyDtoH(canary.ctypes.data, start, canary.nbytes))
+            if (canary != _CANARY).any():
+                return False
+        return True
 
     def __del__(self) -> None:
         if hasattr(self, "_base"):
