@@ -157,6 +157,7 @@ class PluginContext:
     A thread other than the one that made it calls `device.activate()` first.
 
     Attributes:
+        host: the node it was made from.
         plugin: the attached plugin.
         stream: what `enqueue` uses by default.
         buffers: every input and output by contract name, and `workspace`. Both pools are one buffer, except where
@@ -165,7 +166,7 @@ class PluginContext:
 
     def __init__(self, host: PluginHost, trt: Any, plugin: Any) -> None:
         device.activate()
-        self._host, self._trt = host, trt
+        self.host, self._trt = host, trt
         self.plugin = plugin
         self.stream = device.Stream()
         self.buffers: dict[str, device.Buffer] = {"workspace": device.Buffer(host.workspace_size)}
@@ -181,7 +182,7 @@ class PluginContext:
             InputError: a shape is larger than the profile's.
         """
         shapes = self.shapes | {name: tuple(array.shape) for name, array in inputs.items()}
-        geometry = self._host.geometry
+        geometry = self.host.geometry
         shapes["attn_output"] = (*shapes["qkv"][:2], geometry.num_q_heads, geometry.head_size)
         shapes["present_key_value"] = shapes["past_key_value"]
         self._check(shapes)
@@ -190,7 +191,7 @@ class PluginContext:
             self._place(tensor.name)
         for name, array in inputs.items():
             self.buffers[name].write(array)
-        self._descs = runtime_descs(self._trt, shapes, self._host.surface)
+        self._descs = runtime_descs(self._trt, shapes, self.host.surface)
         self.plugin.on_shape_change(*self._descs)
 
     def enqueue(self, stream: int | None = None) -> None:
@@ -212,7 +213,7 @@ class PluginContext:
     def poison(self) -> None:
         """Fill attention output and workspace with NaN, and wait; a pool output of its own too."""
         for name in ("attn_output", "workspace", "present_key_value"):
-            if name != "present_key_value" or self._host.geometry.pool_io == PoolIO.COPY:
+            if name != "present_key_value" or self.host.geometry.pool_io == PoolIO.COPY:
                 self.buffers[name].poison()
         device.synchronize()
 
@@ -226,7 +227,7 @@ class PluginContext:
         for name, buffer in self.buffers.items():
             if not buffer.intact():
                 raise RuntimeError(f"something wrote outside {name}")
-        dtype = SURFACES[self._host.surface][0]
+        dtype = SURFACES[self.host.surface][0]
         return NodeOutputs(*(self.buffers[tensor.name].read(self.shapes[tensor.name], dtype) for tensor in OUTPUTS))
 
     def run(self, inputs: Mapping[str, Array]) -> NodeOutputs:
@@ -238,7 +239,7 @@ class PluginContext:
 
     def _place(self, name: str) -> None:
         """A buffer of the bound size."""
-        if name == "present_key_value" and self._host.geometry.pool_io != PoolIO.COPY:
+        if name == "present_key_value" and self.host.geometry.pool_io != PoolIO.COPY:
             self.buffers[name] = self.buffers["past_key_value"]
             return
         itemsize = tensor_itemsize(name)
@@ -247,7 +248,7 @@ class PluginContext:
             self.buffers[name] = device.Buffer(nbytes)
 
     def _check(self, shapes: Shapes) -> None:
-        for name, largest in self._host.largest.items():
+        for name, largest in self.host.largest.items():
             got = shapes[name]
             if len(got) == len(largest) and any(size > limit for size, limit in zip(got, largest, strict=True)):
                 raise InputError(
