@@ -114,15 +114,20 @@ def build_engine_command(model: str, output: str | None, workspace: str | None, 
 @click.option("--lengths", metavar="N[,N]", help="Prompt lengths, one a sequence.  [default: 160,97,33]")
 @click.option("--decode-steps", type=int, help="Tokens decoded after each prompt.  [default: 40]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
+@click.option("--gpu", is_flag=True, help="Compare the plugin on this machine's GPU, layer by layer, with onnxruntime.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, and nothing else.")
-def validate_command(model: str, as_json: bool, **options: Any) -> int:
+def validate_command(model: str, gpu: bool, as_json: bool, **options: Any) -> int:
     """Compare MODEL's attention before and after patching, in onnxruntime and in fp32.
 
-    MODEL is an unpatched ONNX file, which is patched into a temporary folder, or a patched one with --original.
+    MODEL is an unpatched ONNX file, which is patched into a temporary folder, or a patched one with --original. With
+    --gpu the plugin computes every layer from the activations that onnxruntime gave it (fp16 or bf16 surface).
     """
     from .comparison import validate
+    from .layer_validation import validate_layers
 
-    report = validate(model, **options)
+    if gpu and options.pop("original"):
+        raise click.UsageError("--original: the GPU is compared with MODEL itself; leave it out with --gpu")
+    report = validate_layers(model, **options) if gpu else validate(model, **options)
     click.echo(report.json() if as_json else report.summary())
     return 0 if report.passed else 1
 

@@ -62,6 +62,12 @@ class _Sizes:
         """Live tokens int32 [B]: the longest sequence first, each further one shorter by an equal step."""
         return np.array([max(1, self.longest * (self.B - i) // self.B) for i in range(self.B)], np.int32)
 
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """Positions [B, S] of this call's tokens."""
+        first = np.zeros(self.B, np.int64) if self.mode is Mode.PREFILL else self.lengths.astype(np.int64) - 1
+        return first[:, None] + np.arange(self.S)
+
 
 class QsaData:
     """An iterable of feeds for polygraphy: zero pools, shuffled page ids, ragged lengths, right padding, a rope table.
@@ -158,12 +164,25 @@ def _feed(inputs: Metadata, sizes: _Sizes, rng: np.random.Generator) -> Arrays:
         elif POOL.fullmatch(name):
             feed[name] = np.zeros((2, sizes.N, *(int(d) for d in shape[2:])), _numpy_dtype(name, dtype))
         else:
-            feed[name] = _activation(name, dtype, shape, sizes, rng)
+            feed[name] = activation(name, _numpy_dtype(name, dtype), shape, sizes.positions, rng)
     return feed
 
 
-def _activation(name: str, dtype: Any, shape: Sequence[Any], sizes: _Sizes, rng: np.random.Generator) -> NDArray[Any]:
-    """Any other input: its first open dim is taken for the batch, its second for the sequence."""
+def activation(
+    name: str, dtype: np.dtype[Any], shape: Sequence[Any], positions: NDArray[Any], rng: np.random.Generator
+) -> NDArray[Any]:
+    """Random content of an input that is not the operator's: token ids, position ids, a mask of ones, hidden states.
+
+    Args:
+        name: the input's; position ids are known by it.
+        dtype: the input's.
+        shape: the input's; the first open dim (a name, None or -1) is the batch, the second the sequence.
+        positions: `[B, S]` of the tokens.
+        rng: source of everything random.
+
+    Raises:
+        InputError: more than two dims are open.
+    """
     if sum(not _static(d) for d in shape) > 2:
         raise InputError(
             f"input {name}",
@@ -171,18 +190,15 @@ def _activation(name: str, dtype: Any, shape: Sequence[Any], sizes: _Sizes, rng:
             "at most two open dims, batch and sequence",
             "feed it from a loader script of your own",
         )
-    open_dims = iter((sizes.B, sizes.S))
+    open_dims = iter(positions.shape)
     dims = [d if _static(d) else next(open_dims) for d in shape]
-    numpy_dtype = _numpy_dtype(name, dtype)
-    if numpy_dtype == np.bool_:
-        return np.ones(dims, numpy_dtype)
-    if np.issubdtype(numpy_dtype, np.integer):
+    if dtype == np.bool_:
+        return np.ones(dims, dtype)
+    if np.issubdtype(dtype, np.integer):
         if "position" in name:
-            first = np.zeros(sizes.B, np.int32) if sizes.mode is Mode.PREFILL else sizes.lengths - 1
-            positions = first[:, None] + np.arange(sizes.S)  # [B, S]
-            return np.broadcast_to(positions, dims).astype(numpy_dtype)
-        return rng.integers(0, VOCABULARY, dims).astype(numpy_dtype)
-    return rng.standard_normal(dims).astype(numpy_dtype)
+            return np.broadcast_to(positions, dims).astype(dtype)
+        return rng.integers(0, VOCABULARY, dims).astype(dtype)
+    return rng.standard_normal(dims).astype(dtype)
 
 
 def _fixed_sizes(inputs: Metadata) -> dict[str, int]:

@@ -25,7 +25,7 @@ OLDEST = {"tensorrt": (10, 15), "tensorrt_rtx": (1, 7), "tensorrt_lean": (10, 15
 INSTALL = {
     "tensorrt": "pip install 'tensorrt>=10.15'",
     "tensorrt_rtx": "pip install 'qsa-trt[rtx]'",
-    "tensorrt_lean": "pip install tensorrt-lean-cu13-bindings tensorrt-lean-cu13-libs",
+    "tensorrt_lean": "pip install 'qsa-trt[lean]'",
 }
 
 
