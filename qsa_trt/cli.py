@@ -74,6 +74,56 @@ def patch_onnx_command(model: str, output: str | None, **options: Any) -> None:
     click.echo(patch_onnx(model, output, **options).summary())
 
 
+@cli.command("export", epilog=EPILOG)
+@click.argument("source", type=click.Path(), metavar="CHECKPOINT_OR_CONFIG")
+@click.option("-o", "--output", type=click.Path(), required=True, help="Where to write.")
+@click.option("--random-init", type=int, metavar="SEED", help="Random weights; a config.json is enough then.")
+@click.option("--plain", is_flag=True, help="Plain operators, prefill only: what patch-onnx takes.")
+@click.option("--layers", metavar="N[-M]", help="Decoder layers to export, from 0, both included.  [default: all]")
+@click.option("--only-attention", is_flag=True, help="The attention module of one layer alone.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp16", "bf16", "fp32"]),
+    default="fp16",
+    show_default=True,
+    help="Of weights, activations and nodes; fp32 is for comparisons in onnxruntime.",
+)
+@click.option(
+    "--pool-io",
+    type=click.Choice([p.option for p in contract.PoolIO]),
+    default=contract.PoolIO.IN_PLACE.option,
+    show_default=True,
+    help="As for patch-onnx.",
+)
+@click.option(
+    "--rope-table",
+    type=click.Choice(["input", "initializer"]),
+    default="input",
+    show_default=True,
+    help="Leave the rope table a graph input, or bake in that of the config.",
+)
+@click.option("--max-positions", type=int, help="Positions of the baked rope table.  [default: the config's]")
+@click.option(
+    "--reference-body/--no-reference-body",
+    default=True,
+    show_default=True,
+    help="Carry a plain-op definition of QsaAttention, which is what onnxruntime runs.",
+)
+@click.option(
+    "--external-data/--no-external-data",
+    default=None,
+    help="Write the weights to a file of their own, OUT.data, or into OUT.  [default: to their own above 64 MB]",
+)
+def export_command(source: str, output: str, **options: Any) -> None:
+    """Export a Hugging Face qwen4_exp text model to ONNX with QsaAttention nodes.
+
+    CHECKPOINT_OR_CONFIG is a folder with config.json and safetensors files, or with --random-init a config.json alone.
+    """
+    from .exporting import export_onnx
+
+    click.echo(export_onnx(source, output, **options).summary())
+
+
 @cli.command("build-engine", epilog=EPILOG)
 @click.argument("model", type=click.Path())
 @click.option("-o", "--output", type=click.Path(), help="Where to write.  [default: MODEL with .engine]")

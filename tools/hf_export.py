@@ -7,8 +7,6 @@ further variants: other geometries, opsets, exporters and attention forms.
 from __future__ import annotations
 
 import io
-import math
-import re
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
@@ -27,14 +25,13 @@ from transformers import (
 )
 from transformers.models.qwen4_exp import modeling_qwen4_exp as hf
 
-from .vectorised_indexer import vectorised_indexer
+from qsa_trt.exporting.trace import strip_metadata
+from qsa_trt.exporting.vectorised_indexer import vectorised_indexer
+from qsa_trt.exporting.weights import uniform_bound
 
 Exporter = Literal["dynamo", "torchscript"]
 Attn = Literal["eager", "sdpa"]
 M = TypeVar("M", bound=nn.Module)
-
-#: Metadata that survives: the scopes. `stack_trace` holds paths of the exporting machine; the others repeat the scopes.
-KEPT_METADATA = ("pkg.torch.onnx.class_hierarchy", "pkg.torch.onnx.name_scopes", "pkg.onnxscript.optimizer.folded_from")
 
 
 def text_config(
@@ -98,8 +95,7 @@ def randomise(module: nn.Module, seed: int) -> None:
     rng = np.random.default_rng(seed)
     with torch.no_grad():
         for name, parameter in sorted(module.named_parameters()):
-            fan_in = 1 if name.endswith("embed_tokens.weight") else parameter.shape[-1]
-            bound = 0.5 if parameter.ndim == 1 else math.sqrt(3 / fan_in)
+            bound = uniform_bound(name, tuple(parameter.shape))
             parameter.copy_(torch.from_numpy(rng.uniform(-bound, bound, parameter.shape)))
 
 
@@ -244,14 +240,3 @@ def export(
     model = onnx.load_from_string(buffer.getvalue())
     strip_metadata(model)
     return model
-
-
-def strip_metadata(model: onnx.ModelProto) -> None:
-    """Keep the metadata of `KEPT_METADATA` only, in place, without the memory addresses that some values hold."""
-    graph = model.graph
-    for item in (model, graph, *graph.node, *graph.initializer, *graph.input, *graph.output, *graph.value_info):
-        kept = [entry for entry in item.metadata_props if entry.key in KEPT_METADATA]
-        for entry in kept:
-            entry.value = re.sub(r" at 0x[0-9a-f]+", "", entry.value)
-        del item.metadata_props[:]
-        item.metadata_props.extend(kept)

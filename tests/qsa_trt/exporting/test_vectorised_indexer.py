@@ -27,8 +27,8 @@ def test_same_output_as_the_loops(name: str, attn: Any) -> None:
     """0.0, not a bound: an equal selection mask makes everything after it the same computation."""
     import torch
 
+    from qsa_trt.exporting.vectorised_indexer import vectorised_indexer
     from tools import hf_export
-    from tools.vectorised_indexer import vectorised_indexer
 
     config = hf_export.text_config(attn=attn, **GEOMETRIES[name])
     layer = hf_export.attention_layer(config, seed=5)
@@ -46,8 +46,8 @@ def test_selection_drops_blocks_beyond_the_budget(name: str) -> None:
     """Guards the test above: at its longest length every geometry's last query sees more than it may select."""
     import torch
 
+    from qsa_trt.exporting.vectorised_indexer import select_tokens
     from tools import hf_export
-    from tools.vectorised_indexer import select_tokens
 
     config = hf_export.text_config(**GEOMETRIES[name])
     layer = hf_export.attention_layer(config, seed=5)
@@ -69,8 +69,8 @@ def test_same_output_as_the_loops_with_a_cache() -> None:
     import torch
     from transformers import DynamicCache
 
+    from qsa_trt.exporting.vectorised_indexer import vectorised_indexer
     from tools import hf_export
-    from tools.vectorised_indexer import vectorised_indexer
 
     config = hf_export.text_config(hidden_size=32)
     layer = hf_export.attention_layer(config, seed=5).self_attn
