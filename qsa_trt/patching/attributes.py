@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from qsa_plugin.errors import ContractError
 from .anchors import last_axis_slice, refuse
 from .config import KEYS, Config, config_value
 from .graph_index import GraphIndex, Node
-from .verify import Cut
+from .verify import PlainCut
 
 _VIEWS = frozenset({"Transpose", "Reshape", "Cast", "Identity", "Squeeze", "Unsqueeze", "Expand"})
 #: Exporters write a scale as a float of the graph's dtype, or its square root twice: fp16 is off by up to 1e-3.
@@ -43,16 +43,29 @@ class Attributes:
     where: Mapping[str, str]  # attribute -> where it was found
 
 
-def read_attributes(index: GraphIndex, cut: Cut, config: Config, pool_io: int) -> Attributes:
+def read_attributes(index: GraphIndex, cut: PlainCut, config: Config, pool_io: int) -> Attributes:
     """Read one layer's attributes and check them against each other and against the config.
 
     Raises:
         RefusedError: an attribute is nowhere, contradicts itself or the config, or describes an impossible layer.
     """
-    layer, reader = cut.anchors.layer, _Reader(index, cut)
+    reader = _Reader(index, cut)
     for name, find in reader.places().items():
-        reader.found[name] = _resolve(layer, name, list(find()), config)
-    values = {name: finding.value for name, finding in reader.found.items()}
+        reader.found[name] = _resolve(cut.layer, name, list(find()), config)
+    return _checked(cut.layer, reader.found, pool_io)
+
+
+def settle(layer: str, findings: Mapping[str, Sequence[Finding]], config: Config, pool_io: int) -> Attributes:
+    """The same from findings that are known beforehand, one list an attribute.
+
+    Raises:
+        RefusedError: as `read_attributes`.
+    """
+    return _checked(layer, {n: _resolve(layer, n, list(f), config) for n, f in findings.items()}, pool_io)
+
+
+def _checked(layer: str, found: Mapping[str, Finding], pool_io: int) -> Attributes:
+    values = {name: finding.value for name, finding in found.items()}
     rotary = int(values.pop("rotary_dims"))
     for name in ("rms_norm_eps", "attention_scale"):
         values[name] = float(np.float32(values[name]))  # as the node will hold it
@@ -60,7 +73,7 @@ def read_attributes(index: GraphIndex, cut: Cut, config: Config, pool_io: int) -
         geometry = Geometry.from_attributes({**values, "pool_io": pool_io})
     except ContractError as error:
         refuse(layer, error.what, f"the graph says {error.value}, which cannot be ({error.expected})")
-    return Attributes(geometry, rotary, {name: finding.where for name, finding in reader.found.items()})
+    return Attributes(geometry, rotary, {name: finding.where for name, finding in found.items()})
 
 
 def _resolve(layer: str, name: str, findings: list[Finding], config: Config) -> Finding:
@@ -88,7 +101,7 @@ def _same(name: str, a: Finding, b: Finding) -> bool:
 class _Reader:
     """Looks for each attribute in every place that can hold it; `found` keeps what was settled so far."""
 
-    def __init__(self, index: GraphIndex, cut: Cut) -> None:
+    def __init__(self, index: GraphIndex, cut: PlainCut) -> None:
         self.index, self.cut = index, cut
         self.norms, self.projections = cut.anchors.norms, cut.anchors.projections
         self.found: dict[str, Finding] = {}

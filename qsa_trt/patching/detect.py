@@ -16,11 +16,9 @@ from .norms import find_norms
 
 STRATEGIES: tuple[Strategy, ...] = (scopes.find, node_names.find, structure.find)
 _LOOKED_FOR = (
-    "modules named self_attn.indexer.index_qk_proj (in node metadata and node names), and a TopK over Relu scores of a"
-    " linear projection whose input feeds query, key and value projections"
+    "modules named self_attn.indexer.index_qk_proj (in node metadata and node names), a TopK over Relu scores of a"
+    " linear projection whose input feeds query, key and value projections, and SparseAttentionIndexer nodes"
 )
-#: Fused forms of the same attention that are recognised, but not rewritten.
-_OTHER_FORMS = frozenset({"SparseAttentionIndexer", "PackedSparseAttentionIndexer"})
 
 
 def patched_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
@@ -46,12 +44,6 @@ def find_layers(index: GraphIndex) -> list[Anchors]:
             return sorted(layers, key=lambda a: a.gate.multiply.position)
     if refusal is not None:
         raise refusal
-    for node in _all_nodes(index.model):
-        if node.op_type in _OTHER_FORMS:
-            raise RefusedError(
-                f"node {node.name or node.output[0]}: {node.domain}::{node.op_type} is not supported; export the model"
-                " with plain operators"
-            )
     raise RefusedError(f"no QSA attention in this model; looked for {_LOOKED_FOR}")
 
 

@@ -7,13 +7,13 @@ from qsa_plugin.contract import Geometry
 from .anchors import last_axis_slice, refuse
 from .graph_index import Dim, GraphIndex
 from .structure import is_linear
-from .verify import Cut
+from .verify import PlainCut
 
 #: Views that keep the order of elements.
 _VIEWS = frozenset({"Reshape", "Cast", "Identity", "Squeeze", "Unsqueeze"})
 
 
-def check_layout(index: GraphIndex, cut: Cut, g: Geometry) -> None:
+def check_layout(index: GraphIndex, cut: PlainCut, g: Geometry) -> None:
     """Widths of the projections, heads of query, gate and value, order of index queries and key, output of attention.
 
     Raises:
@@ -25,7 +25,7 @@ def check_layout(index: GraphIndex, cut: Cut, g: Geometry) -> None:
     _check_attention(index, cut, g)
 
 
-def _check_widths(index: GraphIndex, cut: Cut, g: Geometry) -> None:
+def _check_widths(index: GraphIndex, cut: PlainCut, g: Geometry) -> None:
     widths = {
         "q_proj": 2 * g.num_q_heads * g.head_size,
         "k_proj": g.num_kv_heads * g.head_size,
@@ -40,7 +40,7 @@ def _check_widths(index: GraphIndex, cut: Cut, g: Geometry) -> None:
             refuse(cut.anchors.layer, node, reason)
 
 
-def _check_heads(index: GraphIndex, cut: Cut, g: Geometry) -> None:
+def _check_heads(index: GraphIndex, cut: PlainCut, g: Geometry) -> None:
     """Query and gate share heads of 2*D; values are split into heads of D without an earlier transpose."""
     heads = cut.anchors.gate.heads
     if index.last_dim(heads) != 2 * g.head_size:
@@ -52,7 +52,7 @@ def _check_heads(index: GraphIndex, cut: Cut, g: Geometry) -> None:
             refuse(cut.anchors.layer, node, f"it does not split v_proj into heads of {g.head_size}")
 
 
-def _check_index_order(index: GraphIndex, cut: Cut, g: Geometry) -> None:
+def _check_index_order(index: GraphIndex, cut: PlainCut, g: Geometry) -> None:
     """index_qk holds the queries first, then the key."""
     part = index.back(cut.anchors.norms["indexer_q_norm"].source, _VIEWS)
     node = index.producer(part)
@@ -67,7 +67,7 @@ def _check_index_order(index: GraphIndex, cut: Cut, g: Geometry) -> None:
         refuse(cut.anchors.layer, node or part, "index_qk_proj is not seen to hold its queries first, then its key")
 
 
-def _check_attention(index: GraphIndex, cut: Cut, g: Geometry) -> None:
+def _check_attention(index: GraphIndex, cut: PlainCut, g: Geometry) -> None:
     """What the gate multiplies is [B, S, Hq*D] or [B, S, Hq, D]."""
     gate, width = cut.anchors.gate, g.num_q_heads * g.head_size
     shape = index.shape(gate.attention)

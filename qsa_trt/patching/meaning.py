@@ -21,7 +21,7 @@ from qsa_plugin.contract import Geometry
 from .anchors import refuse
 from .graph_index import GraphIndex, Node
 from .norms import find_norms
-from .verify import Cut, sources
+from .verify import PlainCut, sources
 
 _VIEWS = frozenset({"Reshape", "Cast", "Identity", "Squeeze", "Unsqueeze", "Transpose", "Expand", "Pad"})
 _PICKS = frozenset({"Slice", "Split", "Gather", "GatherND", "GatherElements"})
@@ -79,7 +79,7 @@ class Meaning:
         return self.part is not None and all(a in (None, b) for a, b in zip(self.part, (first, end), strict=True))
 
 
-def check_meaning(index: GraphIndex, cut: Cut, geometry: Geometry, rotary: int) -> None:
+def check_meaning(index: GraphIndex, cut: PlainCut, geometry: Geometry, rotary: int) -> None:
     """Walk through a layer's cut.
 
     Raises:
@@ -89,7 +89,7 @@ def check_meaning(index: GraphIndex, cut: Cut, geometry: Geometry, rotary: int) 
 
 
 class _Walk:
-    def __init__(self, index: GraphIndex, cut: Cut, geometry: Geometry, rotary: int) -> None:
+    def __init__(self, index: GraphIndex, cut: PlainCut, geometry: Geometry, rotary: int) -> None:
         self.index, self.cut, self.geometry, self.rotary = index, cut, geometry, rotary
         ends = sources(cut.anchors)
         starts = zip(("q0", "k0", "v0", "i0"), ends.values(), strict=True)

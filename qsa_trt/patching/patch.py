@@ -15,23 +15,17 @@ from qsa_plugin.contract import PoolIO
 from qsa_plugin.errors import InputError
 
 from . import rewrite
-from .anchors import refuse
-from .attributes import read_attributes
 from .config import Config, load_config
-from .detect import find_layers, patched_nodes
+from .detect import patched_nodes
 from .files import ExternalData, check_output, default_output, load_model, save_model
 from .graph_index import GraphIndex
-from .layout import check_layout
-from .meaning import check_meaning
+from .plan import TYPE_NAMES, TYPES, plan_layers
 from .prune import Removed, prune, strip_stack_traces
 from .reference_body import add_reference_function
 from .report import LayerReport, PatchReport, TensorReport
 from .rope_source import baked_table
 from .structure import indexers
-from .verify import Cut, check_coverage, check_layer
-
-_TYPES: dict[str, int] = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16, "fp32": TensorProto.FLOAT}
-_TYPE_NAMES = {elem_type: name for name, elem_type in _TYPES.items()}
+from .verify import PlainCut
 
 
 def patch_onnx(
@@ -71,7 +65,7 @@ def patch_onnx(
         RefusedError: the model has no QSA attention, or one that cannot be cut safely; nothing was written.
     """
     io = _pool_io(pool_io)
-    _check_choice("--dtype", dtype, (None, *_TYPES))
+    _check_choice("--dtype", dtype, (None, *TYPES))
     _check_choice("--external-data", external_data, get_args(ExternalData))
     _check_rope(rope_table, max_positions)
     config = load_config(config)
@@ -82,7 +76,7 @@ def patch_onnx(
     if patched_nodes(source.model):
         plain = [f"{topk.label} is still an indexer in plain operators" for topk, _ in indexers(index)]
         return PatchReport("already-patched", source.path, target, warnings=tuple(plain))
-    plans = _plan(index, config, dtype, io)
+    plans = plan_layers(index, config, dtype, io)
     rope, rope_text = _rope(index, plans, max_positions, config)
     warnings = _shape_warnings(index, plans)
     layers = [_layer_report(index, plan) for plan in plans]
@@ -111,33 +105,6 @@ def patch_onnx(
     )
 
 
-def _plan(index: GraphIndex, config: Config, dtype: str | None, pool_io: PoolIO) -> list[rewrite.LayerPlan]:
-    """Everything that is decided before anything is changed."""
-    cuts = [check_layer(index, anchors) for anchors in find_layers(index)]
-    check_coverage(index, cuts)
-    plans: list[rewrite.LayerPlan] = []
-    for number, cut in enumerate(cuts):
-        attributes = read_attributes(index, cut, config, pool_io)
-        check_layout(index, cut, attributes.geometry)
-        check_meaning(index, cut, attributes.geometry, attributes.rotary_dims)
-        plan = rewrite.LayerPlan(number, cut, attributes, *_element_types(index, cut, dtype))
-        if attributes.rotary_dims != (plans or [plan])[0].attributes.rotary_dims:
-            refuse(cut.anchors.layer, "rotary_dims", "differs from the first layer's; one rope table serves all layers")
-        plans.append(plan)
-    return plans
-
-
-def _element_types(index: GraphIndex, cut: Cut, dtype: str | None) -> tuple[int, int]:
-    """Element types of the layer's activations in the graph and at the node."""
-    key = cut.anchors.projections["k_proj"]
-    graph_type = index.elem_type(key)
-    if graph_type not in _TYPE_NAMES:
-        refuse(cut.anchors.layer, key, "its element type is not known to be float, float16 or bfloat16")
-    if dtype is not None:
-        return graph_type, _TYPES[dtype]
-    return graph_type, TensorProto.FLOAT16 if graph_type == TensorProto.FLOAT else graph_type
-
-
 def _rope(
     index: GraphIndex, plans: Sequence[rewrite.LayerPlan], max_positions: int | None, config: Config
 ) -> tuple[NDArray[np.float32] | None, str]:
@@ -149,16 +116,16 @@ def _rope(
 
 
 def _layer_report(index: GraphIndex, plan: rewrite.LayerPlan) -> LayerReport:
-    anchors = plan.cut.anchors
-    producers = {name: index.producer(tensor) for name, tensor in anchors.projections.items()}
+    projections = plan.cut.anchors.projections if isinstance(plan.cut, PlainCut) else {}
+    producers = {name: index.producer(tensor) for name, tensor in projections.items()}
     return LayerReport(
         index=plan.number,
-        name=anchors.layer,
-        strategy=anchors.strategy,
+        name=plan.cut.layer,
+        strategy=plan.cut.strategy,
         geometry=plan.attributes.geometry,
         rotary_dims=plan.attributes.rotary_dims,
-        graph_dtype=_TYPE_NAMES[plan.graph_type],
-        surface=_TYPE_NAMES[plan.surface],
+        graph_dtype=TYPE_NAMES[plan.graph_type],
+        surface=TYPE_NAMES[plan.surface],
         where=plan.attributes.where,
         biases=tuple(name for name, node in producers.items() if node is not None and node.op == "Add"),
     )
@@ -180,7 +147,7 @@ def _shape_warnings(index: GraphIndex, plans: Sequence[rewrite.LayerPlan]) -> li
         warnings.append("the graph takes one token a call: the file decodes, and cannot prefill longer prompts")
     elif isinstance(seq_len, int):
         warnings.append(f"the graph takes {seq_len} tokens a call: the file prefills, and cannot decode")
-    if any(len(plan.cut.topks) > 1 for plan in plans):
+    if any(isinstance(plan.cut, PlainCut) and len(plan.cut.topks) > 1 for plan in plans):
         warnings.append("the indexer is unrolled: the original is right at its own shape only")
     return warnings
 

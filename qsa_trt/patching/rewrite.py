@@ -26,9 +26,9 @@ from qsa_plugin.contract import (
 )
 
 from .attributes import Attributes
+from .cut import Cut
 from .graph_index import Dim, GraphIndex
 from .names import Names
-from .verify import Cut, sources
 
 _SHARED = ("context_lengths", "rope_rotary_cos_sin", "kvcache_start_index", "kv_page_table")
 #: Names of the run-time dims that the model does not have yet, by the contract's symbol.
@@ -49,7 +49,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Insertion:
-    """Nodes that go before a gate Mul, and what its operand is now."""
+    """Nodes that go before the reader of the replaced tensor, and what its operand is now."""
 
     nodes: list[onnx.NodeProto]
     operand: int
@@ -66,7 +66,7 @@ class Additions:
     outputs: list[onnx.ValueInfoProto] = field(default_factory=list)
     initializers: list[onnx.TensorProto] = field(default_factory=list)
     values: list[onnx.ValueInfoProto] = field(default_factory=list)
-    #: By the position of the gate Mul that each stands before.
+    #: By the position of the reader that each stands before.
     insertions: dict[int, Insertion] = field(default_factory=dict)
 
     def warnings(self) -> list[str]:
@@ -96,12 +96,12 @@ def element_type(tensor: Tensor, surface: int) -> int:
 
 
 def token_dims(index: GraphIndex, cut: Cut) -> tuple[Dim, Dim]:
-    """B and S of a layer: from its key projection, else from the first input behind it that can hold tokens."""
-    key = cut.anchors.projections["k_proj"]
-    batch, seq_len = (index.shape(key) or (None, None))[:2]
+    """B and S of a layer: from its last projection, else from the first input behind it that can hold tokens."""
+    projection = cut.qkv[-1]
+    batch, seq_len = (index.shape(projection) or (None, None))[:2]
     if batch is not None and seq_len is not None:
         return batch, seq_len
-    read = {t for node in index.ancestors([key]) if node.op != "Shape" for t in node.reads}
+    read = {t for node in index.ancestors([projection]) if node.op != "Shape" for t in node.reads}
     for name in index.inputs:
         shape = index.shape(name)
         if name in read and shape is not None and len(shape) in (2, 3):  # ids, or hidden states
@@ -146,17 +146,17 @@ def _add_layer(additions: Additions, index: GraphIndex, plan: LayerPlan, shared:
     pool_in = additions.names.fresh(f"past_key_values_{plan.number}")
     pool_out = additions.names.fresh(f"present_key_values_{plan.number}")
     tensors = {
-        "qkv": layer.packed_qkv(),
-        "index_qk": layer.cast(plan.cut.anchors.projections["index_qk_proj"], plan.surface),
+        "qkv": layer.packed(plan.cut.qkv, "qkv"),
+        "index_qk": layer.packed(plan.cut.index_qk, "index_qk"),
         "past_key_value": pool_in,
         **layer.gammas(),
         **shared,
     }
     attention = layer.attend([tensors[t.name] for t in INPUTS], pool_out)
-    gate = plan.cut.anchors.gate
-    replacement = layer.like_replaced(attention, gate.attention)
-    operand = list(gate.multiply.inputs).index(gate.attention)
-    additions.insertions[gate.multiply.position] = Insertion(layer.nodes, operand, replacement)
+    cut = plan.cut
+    replacement = layer.like_replaced(attention, cut.attention)
+    operand = list(cut.reader.inputs).index(cut.attention)
+    additions.insertions[cut.reader.position] = Insertion(layer.nodes, operand, replacement)
     pool = next(t for t in INPUTS if t.name == "past_key_value")
     additions.inputs.append(additions.info(pool_in, pool, plan.surface, plan.attributes))
     additions.outputs.append(additions.info(pool_out, OUTPUTS[1], plan.surface, plan.attributes))
@@ -169,15 +169,13 @@ class _LayerNodes:
         self.additions, self.index, self.plan = additions, index, plan
         self.prefix = f"qsa_{plan.number}"
         self.nodes: list[onnx.NodeProto] = []
-        self.width = plan.attributes.geometry.num_q_heads * plan.attributes.geometry.head_size
-        flat = np.array([0, 0, self.width], np.int64)  # 0 copies the input's dim
+        flat = np.array([0, 0, -1], np.int64)  # 0 copies the input's dim
         self.flat_shape = additions.constant(f"{self.prefix}/flat_shape", flat)
 
-    def packed_qkv(self) -> str:
-        """Query half, key and value as the contract packs them, [B, S, (Hq+2*Hkv)*D]."""
-        ends = sources(self.plan.cut.anchors)
-        query = self._flat(ends["q_proj"])  # [B, S, Hq*D]
-        packed = self._node("Concat", [query, ends["k_proj"], ends["v_proj"]], "qkv", axis=-1)
+    def packed(self, tensors: Sequence[str], name: str) -> str:
+        """Tensors [B, S, ...] one after another, [B, S, sum of their widths], in the surface dtype."""
+        flat = [self._flat(t) if len(self.index.shape(t) or ()) == 4 else t for t in tensors]
+        packed = flat[0] if len(flat) == 1 else self._node("Concat", flat, name, axis=-1)
         return self.cast(packed, self.plan.surface)
 
     def cast(self, tensor: str, to: int, current: int | None = None) -> str:
@@ -189,8 +187,8 @@ class _LayerNodes:
         """The four norm weights in the surface dtype: main ones as the graph holds them (1+w), indexer ones raw (w)."""
         dtype = helper.tensor_dtype_to_np_dtype(self.plan.surface)
         found = {}
-        for name, norm in self.plan.cut.anchors.norms.items():
-            value = self.index.constant(norm.gamma)
+        for name, gamma in self.plan.cut.gammas.items():
+            value = self.index.constant(gamma)
             assert value is not None  # attributes.py read its size
             weight = value.astype(np.float32).ravel()
             weight = weight - np.float32(1) if name.startswith("indexer") else weight

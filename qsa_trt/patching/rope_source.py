@@ -12,8 +12,9 @@ from qsa_plugin.errors import InputError
 from ..rope import rope_from_config, rope_table
 from .anchors import refuse
 from .config import Config
+from .cut import Cut
+from .external_data import read_tensor
 from .graph_index import GraphIndex
-from .verify import Cut
 
 _PROTOBUF_LIMIT = (1 << 31) - 1
 
@@ -25,7 +26,7 @@ def baked_table(
 
     Raises:
         InputError: the table does not fit an ONNX file, neither the model nor the config holds inverse frequencies, or
-            the config's rope type cannot be baked (dynamic, longrope).
+            the config's rope type cannot be baked (dynamic, longrope); or the model's own table has fewer positions.
         RefusedError: the model scales its cosines or holds several sets of frequencies (dynamic, longrope), or the
             config disagrees with it.
     """
@@ -37,6 +38,8 @@ def baked_table(
             f"at most {most}, since an ONNX file holds 2 GB",
             "lower it, or leave the rope table a graph input",
         )
+    if cuts[0].rope is not None and all(t in index.initializers for t in cuts[0].rope):
+        return _stored_table(index, cuts, cuts[0].rope, max_positions), f"the model's {' and '.join(cuts[0].rope)}"
     found = _inv_freq(index, cuts, rotary_dims)
     wanted = rope_from_config(config) if config else None
     if found is None and wanted is None:
@@ -49,18 +52,32 @@ def baked_table(
     if found is None:
         assert wanted is not None
         if wanted.size != rotary_dims // 2:
-            refuse(cuts[0].anchors.layer, "rotary_dims", f"{rotary_dims} in the graph, {2 * wanted.size} in the config")
+            refuse(cuts[0].layer, "rotary_dims", f"{rotary_dims} in the graph, {2 * wanted.size} in the config")
         return rope_table(max_positions, wanted), "the config's rope parameters"
     name, inv_freq = found
     if wanted is not None and (wanted.shape != inv_freq.shape or not np.allclose(wanted, inv_freq, rtol=1e-5)):
-        refuse(cuts[0].anchors.layer, name, "its inverse frequencies are not those of the config's rope parameters")
+        refuse(cuts[0].layer, name, "its inverse frequencies are not those of the config's rope parameters")
     return rope_table(max_positions, inv_freq), f"the model's {name}"
+
+
+def _stored_table(
+    index: GraphIndex, cuts: Sequence[Cut], names: tuple[str, str], max_positions: int
+) -> NDArray[np.float32]:
+    """The first rows of the table of cosines and sines that all layers share."""
+    for cut in cuts:
+        if cut.rope != names:
+            refuse(cut.layer, str(cut.rope), "the layers rotate with different tables; a table is not baked")
+    cos, sin = (read_tensor(index.initializers[name], index.folder).astype(np.float32) for name in names)
+    if max_positions > len(cos):
+        most = f"at most {len(cos)}, the rows of {names[0]}"
+        raise InputError("--max-positions", max_positions, most, "lower it, or export a longer table")
+    return np.concatenate([cos[:max_positions], sin[:max_positions]], axis=-1)[None]
 
 
 def _inv_freq(index: GraphIndex, cuts: Sequence[Cut], rotary_dims: int) -> tuple[str, NDArray[np.float32]] | None:
     """The constant behind the cosines that the cuts read."""
     found: dict[bytes, tuple[str, NDArray[np.float32]]] = {}
-    layer = cuts[0].anchors.layer
+    layer = cuts[0].layer
     for cosine in {node for cut in cuts for node in cut.sides if node.op == "Cos"}:
         for reader in index.readers(cosine.output):
             factors = [s for t in reader.inputs if reader.op in ("Mul", "Div") and (s := index.scalar(t)) is not None]

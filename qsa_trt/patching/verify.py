@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .anchors import NORMS, Anchors, refuse
+from .cut import Cut
 from .graph_index import GraphIndex, Node
 from .norms import find_norms
 from .structure import indexers, selects_by_topk
@@ -18,24 +19,18 @@ _CACHE_NAME = re.compile(r"(^|[._/])(present|past|cache)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Cut:
-    """One layer, ready to be cut between its sources and the gate.
+class PlainCut(Cut):
+    """A layer in plain operators, cut between its sources and the gate.
 
     Attributes:
         anchors: the layer's anchors.
-        nodes: what computes attention and selection from the sources; all of it goes.
-        sides: what else these nodes depend on (mask, positions, cos and sin, shapes); it goes where nobody else reads.
         softmax: the attention's Softmax or Attention node.
         topks: the indexer's TopK nodes; more than one in an unrolled graph.
-        cache_outputs: graph outputs that hold dense caches of cut tensors.
     """
 
     anchors: Anchors
-    nodes: frozenset[Node]
-    sides: frozenset[Node]
     softmax: Node
     topks: tuple[Node, ...]
-    cache_outputs: tuple[str, ...]
 
 
 def sources(anchors: Anchors) -> dict[str, str]:
@@ -43,7 +38,7 @@ def sources(anchors: Anchors) -> dict[str, str]:
     return {**anchors.projections, "q_proj": anchors.gate.query}
 
 
-def check_layer(index: GraphIndex, anchors: Anchors) -> Cut:
+def check_layer(index: GraphIndex, anchors: Anchors) -> PlainCut:
     """Work out one layer's cut.
 
     Raises:
@@ -69,7 +64,22 @@ def check_layer(index: GraphIndex, anchors: Anchors) -> Cut:
     _check_other_norms(index, anchors, nodes)
     _check_rope(index, anchors)
     _check_inputs(index, anchors, sides)
-    return Cut(anchors, nodes, sides, softmaxes[0], topks, _cache_outputs(index, anchors, nodes))
+    return PlainCut(
+        layer=layer,
+        strategy=anchors.strategy,
+        qkv=(ends["q_proj"], ends["k_proj"], ends["v_proj"]),
+        index_qk=(ends["index_qk_proj"],),
+        gammas={name: norm.gamma for name, norm in anchors.norms.items()},
+        attention=gate.attention,
+        reader=gate.multiply,
+        nodes=nodes,
+        sides=sides,
+        cache_outputs=cache_outputs(index, layer, nodes, gate.attention),
+        rope=None,
+        anchors=anchors,
+        softmax=softmaxes[0],
+        topks=topks,
+    )
 
 
 def check_coverage(index: GraphIndex, cuts: Iterable[Cut]) -> None:
@@ -139,8 +149,8 @@ def _projection_inputs(index: GraphIndex, tensor: str) -> list[str]:
     return activations
 
 
-def _cache_outputs(index: GraphIndex, anchors: Anchors, nodes: frozenset[Node]) -> tuple[str, ...]:
-    """The graph outputs that read the cut, all of them dense caches.
+def cache_outputs(index: GraphIndex, layer: str, nodes: frozenset[Node], attention: str) -> tuple[str, ...]:
+    """The graph outputs that read the cut past its output `attention`, all of them dense caches.
 
     Raises:
         RefusedError: any other reader of a cut tensor.
@@ -149,15 +159,15 @@ def _cache_outputs(index: GraphIndex, anchors: Anchors, nodes: frozenset[Node]) 
     for node in sorted(nodes, key=lambda n: n.position):
         for tensor in node.outputs:
             for reader in index.readers(tensor):
-                if reader in nodes or (reader is anchors.gate.multiply and tensor == anchors.gate.attention):
+                if reader in nodes or tensor == attention:
                     continue
                 outputs = _outputs_behind(index, reader)
                 if not outputs or not all(is_cache_output(index, o) for o in outputs):
-                    refuse(anchors.layer, reader, f"it reads {tensor}, which the cut would remove")
+                    refuse(layer, reader, f"it reads {tensor}, which the cut would remove")
                 found.update(dict.fromkeys(outputs))
             if tensor in index.outputs:
                 if not is_cache_output(index, tensor):
-                    refuse(anchors.layer, node, f"graph output {tensor} is a tensor that the cut would remove")
+                    refuse(layer, node, f"graph output {tensor} is a tensor that the cut would remove")
                 found[tensor] = None
     return tuple(found)
 

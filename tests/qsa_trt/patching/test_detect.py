@@ -105,15 +105,6 @@ def test_plain_attention_and_routers_are_no_qsa(topk: bool) -> None:
         find_layers(GraphIndex(plain_attention(topk)))
 
 
-def test_fused_indexer_operators_are_named() -> None:
-    model = plain_attention(False)
-    model.graph.node.append(
-        helper.make_node("SparseAttentionIndexer", ["x"], ["i"], name="idx", domain="com.microsoft")
-    )
-    with pytest.raises(RefusedError, match=r"node idx: com\.microsoft::SparseAttentionIndexer is not supported"):
-        find_layers(GraphIndex(model))
-
-
 @pytest.mark.parametrize("op", ["QsaAttention", "QsaAttentionPlugin"])
 @pytest.mark.parametrize("where", ["graph", "body", "function"])
 def test_patched_nodes_are_seen_everywhere(op: str, where: str) -> None:
