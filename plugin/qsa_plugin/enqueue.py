@@ -32,11 +32,13 @@ class NodeKernels:
     Args:
         geometry: the node's attributes.
         surface: "float16" or "bfloat16".
+        portable: use nothing that only newer compute capabilities have.
     """
 
-    def __init__(self, geometry: Geometry, surface: str) -> None:
+    def __init__(self, geometry: Geometry, surface: str, *, portable: bool = False) -> None:
         self.surface = surface
         self._geometry = geometry
+        self._portable = portable
         self._runners: dict[int, Mapping[Mode, Runner]] = {}  # by rotary dims
 
     def prepare(self, rotary_dims: int) -> Mapping[Mode, Runner]:
@@ -49,8 +51,8 @@ class NodeKernels:
         if rotary_dims not in self._runners:
             spec = Specialisation.of(self._geometry, self.surface, rotary_dims, arch_of(_compute_capability()))
             runners: Mapping[Mode, Runner] = {
-                Mode.DECODE: QsaSparseDecodeRunner(spec, self._geometry),
-                Mode.PREFILL: QsaSparsePrefillRunner(spec, self._geometry),
+                Mode.DECODE: QsaSparseDecodeRunner(spec, self._geometry, portable=self._portable),
+                Mode.PREFILL: QsaSparsePrefillRunner(spec, self._geometry, self._portable),
             }
             with _loading_allowed():
                 for runner in runners.values():

@@ -110,6 +110,14 @@ class Launch:
         status, clusters = driver.cuOccupancyMaxActiveClusters(self._function, self._config)
         return int(clusters) if status == self._ok else 0
 
+    @property
+    def name(self) -> str:
+        """The kernel's entry point."""
+        from cuda.bindings import driver
+
+        status, name = driver.cuKernelGetName(self._kernel)
+        return str(name.decode()) if status == self._ok else "unknown"
+
     def grid(self, x: int, y: int = 1, z: int = 1) -> None:
         """Set the grid; x may reach 2^31 - 1, y and z 65,535."""
         self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ = x, y, z
