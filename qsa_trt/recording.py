@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
 
-from qsa_plugin.contract import EDGE_LLM_NAME, INPUTS, OUTPUTS, PLUGIN_NAME, Geometry
-from qsa_plugin.errors import InputError, MissingPackageError
-
-from .paging import blank_dead_entries, empty_pool, page_table, pages_for
-from .patching.files import load_model
-
-if TYPE_CHECKING:
-    import onnxruntime
-
-Array = NDArray[Any]
-_BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-@dataclass(frozen=True)
-class QsaNode:
-    """One QsaAttention node: its attributes, and its tensors by their contract names."""
-
-    name: str
-    geometry: Geometry
-    inputs: Mapping[str, str]
-    outputs: Mapping[str, str]
+from .onnx_model import Array, QsaNode, open_session, qsa_nodes, run_session
+from .paging import pages_for
+from .patching.files import ModelFile, load_model
+from .runtime.onnx_session import OnnxSession
 
 
 @dataclass(frozen=True)
@@ -56,26 +35,11 @@ class Step:
     calls: tuple[NodeCall, ...]
 
 
-def qsa_nodes(model: onnx.ModelProto) -> list[QsaNode]:
-    """The QsaAttention nodes of a patched model, in graph order."""
-    return [_qsa_node(node) for node in model.graph.node if node.op_type in (PLUGIN_NAME, EDGE_LLM_NAME)]
-
-
-def _qsa_node(node: onnx.NodeProto) -> QsaNode:
-    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    return QsaNode(
-        name=node.name or node.output[0],
-        geometry=Geometry.from_attributes({k: v for k, v in attributes.items() if isinstance(v, int | float)}),
-        inputs=dict(zip((t.name for t in INPUTS), node.input, strict=True)),
-        outputs=dict(zip((t.name for t in OUTPUTS), node.output, strict=True)),
-    )
-
-
 class PatchedSession:
     """A patched model, its pools and its page table: one prefill, then any number of decode steps.
 
     Args:
-        model: a patched file, or the model itself; it needs its reference body.
+        model: a patched file, by path or loaded, or a model without external data; it needs its reference body.
         batch: sequences.
         max_kv_len: longest sequence that will be run.
         rope: the rope table fp32 `[1, maxPos, rotary]`; None where the model has it baked in.
@@ -91,7 +55,7 @@ class PatchedSession:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | onnx.ModelProto,
+        model: str | os.PathLike[str] | onnx.ModelProto | ModelFile,
         *,
         batch: int,
         max_kv_len: int,
@@ -101,35 +65,40 @@ class PatchedSession:
         fill: float = 0.0,
         threads: int = 1,
     ) -> None:
-        folder = None if isinstance(model, onnx.ModelProto) else Path(model).parent
-        proto = model if isinstance(model, onnx.ModelProto) else load_model(model).model
+        if not isinstance(model, onnx.ModelProto | ModelFile):
+            model = load_model(model)
+        proto = model.model if isinstance(model, ModelFile) else model
         self.nodes = qsa_nodes(proto)
-        self.record = record
-        self._fill = fill
-        self._types = {v.name: v.type.tensor_type.elem_type for v in proto.graph.input}
-        self._check(proto)
-        self._weights = _node_weights(proto, self.nodes, folder)
-        self._outputs = [v.name for v in proto.graph.output]
-        pages = pages_for(max_kv_len)
-        self.num_pages = batch * pages + 1  # one page belongs to no sequence
-        self.max_kv_len = max_kv_len
-        self._table = page_table(batch, pages, self.num_pages, rng=rng)
-        self._rope = self._rope_feed(rope)
-        self._session = open_session(_exposing(proto, self._recorded()) if record else proto, folder, threads)
-        self.reset()
+        self.num_pages = batch * pages_for(max_kv_len) + 1  # one page belongs to no sequence
+        self.max_kv_len, self.record = max_kv_len, record
+        self._session = _RecordingSession(
+            model,
+            num_pages=self.num_pages,
+            max_kv_len=max_kv_len,
+            rope=rope,
+            rng=rng,
+            fill=fill,
+            threads=threads,
+            expose=_inner_tensors(proto, self.nodes) if record else (),
+        )
+        self._session.record = record
+        self._outputs = {v.name for v in proto.graph.output}
+        self._sequences = [self._session.pages.allocate() for _ in range(batch)]
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each sequence, `[B]`."""
+        return self._session.pages.lengths(self._sequences)
+
+    @property
+    def pools(self) -> Mapping[str, Array]:
+        """Every node's pool by the name of its input."""
+        return self._session.pools
 
     def reset(self) -> None:
         """Forget all sequences: empty pools, lengths 0."""
-        self.lengths = np.zeros(self._table.shape[0], np.int32)
-        self.pools = {
-            node.inputs["past_key_value"]: empty_pool(
-                node.geometry,
-                self.num_pages,
-                helper.tensor_dtype_to_np_dtype(self._types[node.inputs["past_key_value"]]),
-                self._fill,
-            )
-            for node in self.nodes
-        }
+        self._session.reset()
+        self._sequences = [self._session.pages.allocate() for _ in self._sequences]
 
     def prefill(self, feeds: Mapping[str, Array], lengths: Sequence[int] | NDArray[Any]) -> Step:
         """Run padded prompts, one a sequence.
@@ -138,8 +107,10 @@ class PatchedSession:
             feeds: the model's own inputs, `[B, S, ...]`, padded on the right.
             lengths: live tokens of each sequence; 0 leaves it inactive.
         """
-        self.lengths = np.asarray(lengths, np.int32)
-        return self._run(feeds, np.zeros(0, np.int32))
+        for sequence in self._sequences:
+            self._session.pages.free(sequence)
+        self._sequences = [self._session.pages.allocate() for _ in self._sequences]
+        return self._done(self._session.prefill(self._sequences, feeds, lengths))
 
     def decode(self, feeds: Mapping[str, Array], active: Sequence[bool] | NDArray[np.bool_] | None = None) -> Step:
         """Run one more token of each sequence.
@@ -148,50 +119,29 @@ class PatchedSession:
             feeds: the model's own inputs, `[B, 1, ...]`.
             active: which sequences go on; the others pass length 0 and keep their state. Default all.
         """
-        past = self.lengths
-        goes_on = np.ones(past.size, bool) if active is None else np.asarray(active, bool)
-        self.lengths = np.where(goes_on, past + 1, 0).astype(np.int32)
-        step = self._run(feeds, past)
-        self.lengths = np.where(goes_on, past + 1, past).astype(np.int32)
-        return step
+        goes_on = [True] * len(self._sequences) if active is None else active
+        rows = [sequence if on else None for sequence, on in zip(self._sequences, goes_on, strict=True)]
+        return self._done(self._session.decode(rows, feeds))
 
-    def _run(self, feeds: Mapping[str, Array], start: NDArray[np.int32]) -> Step:
-        if self.lengths.max(initial=0) > self.max_kv_len:
-            raise InputError("length", int(self.lengths.max()), f"at most max_kv_len {self.max_kv_len}", "raise it")
-        own = {
-            "context_lengths": self.lengths,
-            "kvcache_start_index": start,
-            "kv_page_table": blank_dead_entries(self._table, self.lengths),
-        }
-        shared = {self.nodes[0].inputs[name]: value for name, value in own.items()}
-        fed = {**feeds, **self.pools, **shared, **self._rope}
-        values = run_session(self._session, fed)
-        known = {**self._weights, **fed, **values}
-        calls = tuple(_call(node, known) for node in self.nodes) if self.record else ()
-        for node in self.nodes:
-            self.pools[node.inputs["past_key_value"]] = values[node.outputs["present_key_value"]]
-        pools = {node.outputs["present_key_value"] for node in self.nodes}
-        return Step({n: values[n] for n in self._outputs if n not in pools}, calls)
+    def _done(self, values: Mapping[str, Array]) -> Step:
+        outputs = {name: value for name, value in values.items() if name in self._outputs}
+        return Step(outputs, self._session.calls)
 
-    def _recorded(self) -> list[str]:
-        """The tensors of the nodes that the graph computes inside."""
-        wanted = [t for node in self.nodes for t in (*node.inputs.values(), *node.outputs.values())]
-        known = {*self._types, *self._weights, *self._outputs}
-        return [t for t in dict.fromkeys(wanted) if t not in known]
 
-    def _rope_feed(self, rope: NDArray[np.float32] | None) -> dict[str, Array]:
-        name = self.nodes[0].inputs["rope_rotary_cos_sin"]
-        if name in self._weights:
-            return {}
-        if rope is None:
-            raise InputError("rope table", "nothing", f"fp32 [1, maxPos, rotary] for input {name}", "pass rope=")
-        return {name: rope}
+class _RecordingSession(OnnxSession):
+    """Keeps what every node saw in the last call."""
 
-    def _check(self, proto: onnx.ModelProto) -> None:
-        if not self.nodes:
-            raise InputError("model", "no QsaAttention node", "a patched model", "run: qsa-trt patch-onnx MODEL")
-        if not any(function.name in (PLUGIN_NAME, EDGE_LLM_NAME) for function in proto.functions):
-            raise InputError("model", "no reference body", "one", "patch it without --no-reference-body")
+    record = False
+    calls: tuple[NodeCall, ...] = ()
+
+    def _run(self, feeds: Mapping[str, Array], step: Mapping[str, Array]) -> dict[str, Array]:
+        fed = self.fed(feeds, step)
+        values = super()._run(feeds, step)
+        if self.record:
+            presents = {layer.present: self.pools[layer.past] for layer in self.layout.layers}
+            known = {**self.weights, **fed, **values, **presents}
+            self.calls = tuple(_call(node, known) for node in self.nodes)
+        return values
 
 
 def _call(node: QsaNode, known: Mapping[str, Array]) -> NodeCall:
@@ -199,66 +149,12 @@ def _call(node: QsaNode, known: Mapping[str, Array]) -> NodeCall:
     return NodeCall(node, inputs, known[node.outputs["attn_output"]], known[node.outputs["present_key_value"]])
 
 
-def _node_weights(proto: onnx.ModelProto, nodes: list[QsaNode], folder: Path | None) -> dict[str, Array]:
-    wanted = {tensor for node in nodes for tensor in node.inputs.values()}
-    return {t.name: numpy_helper.to_array(t, str(folder or "")) for t in proto.graph.initializer if t.name in wanted}
+def _inner_tensors(proto: onnx.ModelProto, nodes: Sequence[QsaNode]) -> list[str]:
+    """The tensors of the nodes that the graph computes inside."""
+    wanted = [t for node in nodes for t in (*node.inputs.values(), *node.outputs.values())]
+    graph = proto.graph
+    known = {v.name for v in (*graph.input, *graph.output, *graph.initializer)}
+    return [t for t in dict.fromkeys(wanted) if t not in known]
 
 
-def _exposing(proto: onnx.ModelProto, tensors: list[str]) -> onnx.ModelProto:
-    """A copy of the model with more tensors among its outputs."""
-    exposed = onnx.ModelProto()
-    exposed.CopyFrom(proto)
-    exposed.graph.output.extend(onnx.ValueInfoProto(name=tensor) for tensor in tensors)
-    return exposed
-
-
-def open_session(proto: onnx.ModelProto, folder: Path | None = None, threads: int = 1) -> onnxruntime.InferenceSession:
-    """A CPU session of a model.
-
-    Args:
-        proto: the model.
-        folder: where its external data lies.
-        threads: threads that onnxruntime may use.
-
-    Raises:
-        MissingPackageError: onnxruntime is not installed.
-    """
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise MissingPackageError(
-            "package onnxruntime", "not installed", "onnxruntime >= 1.20", "run: pip install 'qsa-trt[ort]'"
-        ) from error
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    if folder is not None:
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-    return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-
-def run_session(session: onnxruntime.InferenceSession, feeds: Mapping[str, Array]) -> dict[str, Array]:
-    """All outputs of a model by name. bf16 tensors are `ml_dtypes.bfloat16` arrays, which onnxruntime itself refuses.
-
-    Args:
-        session: the model.
-        feeds: all of its inputs.
-    """
-    from onnxruntime import OrtValue
-
-    def value(array: Array) -> OrtValue:
-        array = np.ascontiguousarray(array)
-        if array.dtype == _BF16:
-            return OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), TensorProto.BFLOAT16)
-        return OrtValue.ortvalue_from_numpy(array)
-
-    names = [output.name for output in session.get_outputs()]
-    results = session.run_with_ort_values(names, {name: value(array) for name, array in feeds.items()})
-    return {name: _array(result) for name, result in zip(names, results, strict=True)}
-
-
-def _array(value: onnxruntime.OrtValue) -> Array:
-    if value.element_type() != TensorProto.BFLOAT16:
-        return np.asarray(value.numpy())
-    content = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
-    return np.frombuffer(bytearray(content), _BF16).reshape(value.shape())
+__all__ = ["NodeCall", "PatchedSession", "QsaNode", "Step", "open_session", "qsa_nodes", "run_session"]

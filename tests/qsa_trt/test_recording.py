@@ -61,7 +61,7 @@ def test_lengths_and_inactive_sequences(patched: Path) -> None:
     assert run.lengths.tolist() == [21, 7]
     [first, _] = step.calls
     assert first.inputs["context_lengths"].tolist() == [21, 0]
-    assert first.inputs["kvcache_start_index"].tolist() == [20, 7]
+    assert first.inputs["kvcache_start_index"].tolist() == [20, 0]
     assert not first.attn_output[1].any() and first.attn_output[0].any()
     assert run.decode(ids(2, 1)).calls[0].inputs["context_lengths"].tolist() == [22, 8]
 
