@@ -161,6 +161,7 @@ def build_engine_command(model: str, output: str | None, workspace: str | None, 
 @cli.command("validate", epilog=EPILOG)
 @click.argument("model", type=click.Path())
 @click.option("--original", type=click.Path(), help="The unpatched file, where MODEL is a patched one.")
+@click.option("--config", type=click.Path(), help="The model's config.json, for what the graph does not tell.")
 @click.option("--lengths", metavar="N[,N]", help="Prompt lengths, one a sequence.  [default: 160,97,33]")
 @click.option("--decode-steps", type=int, help="Tokens decoded after each prompt.  [default: 40]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
@@ -175,8 +176,9 @@ def validate_command(model: str, gpu: bool, as_json: bool, **options: Any) -> in
     from .comparison import validate
     from .layer_validation import validate_layers
 
-    if gpu and options.pop("original"):
-        raise click.UsageError("--original: the GPU is compared with MODEL itself; leave it out with --gpu")
+    for name in ("original", "config") if gpu else ():
+        if options.pop(name):
+            raise click.UsageError(f"--{name}: the GPU is compared with MODEL itself; leave it out with --gpu")
     report = validate_layers(model, **options) if gpu else validate(model, **options)
     click.echo(report.json() if as_json else report.summary())
     return 0 if report.passed else 1

@@ -1,132 +1,72 @@
-"""Compares a causal LM with its patched form in onnxruntime: one ragged prefill, then decode steps."""
+"""Compares a model before and after patching in onnxruntime, in fp32: one ragged prefill, then decode steps.
+
+The original runs over whole prompts. The patched model prefills their first part and decodes the rest token by token,
+over a shuffled page table and pools that held NaN; every row must equal the original's row of the same token.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from qsa_plugin.contract import EDGE_LLM_NAME, INPUTS, PLUGIN_NAME
 from qsa_plugin.errors import InputError
 
-from .data_loader import VOCABULARY
-from .metrics import row_error
+from .fp32 import save_in_fp32
+from .metrics import cosine, row_error
+from .original import OriginalSession, empty_caches, grown_caches, onnxruntime_errors, split_caches
+from .paging import empty_pool, page_table, pages_for
 from .patching import patch_onnx
-from .patching.files import load_model
-from .recording import PatchedSession, open_session
+from .patching.external_data import read_tensor
+from .patching.files import ModelFile, load_model
+from .patching.reference_body import add_reference_function
+from .prompts import ModelInput, Prompts, Sizes, choose_sizes, model_inputs
+from .recording import NodeCall, PatchedSession, Step, qsa_nodes
+from .reference import qsa_attention
+from .rope import default_inv_freq, rope_table
 
+Array = NDArray[Any]
 #: fp32 on both sides, sums in another order: a few hundred roundings of 6e-8 of the row's largest value.
 FP32_BOUND = 1e-5
+#: Rope base for layers that take cosines and sines as inputs.
+THETA = 1e4
+_GAMMAS = tuple(t.name for t in INPUTS if t.name.endswith("_gamma"))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The worst row of one phase: largest error over the row's largest value.
+    """One output in one phase.
 
     Attributes:
         phase: `prefill` or `decode`.
-        rows: live rows compared.
-        error: the largest row error.
-        bound: what it may be.
+        output: the graph output.
+        rows: live rows, one a token.
+        ignored: rows that differ and are left out: there an indexer had the choice between blocks of score zero.
+        error: the largest error of a row over the row's largest value.
+        cosine: the smallest of a sequence, its rows taken as one vector.
+        bound: what the error may be.
     """
 
     phase: str
+    output: str
     rows: int
+    ignored: int
     error: float
+    cosine: float
     bound: float
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within its bound."""
-        return self.error <= self.bound
-
-
-def compare_causal_lm(
-    model: str | os.PathLike[str],
-    *,
-    lengths: Sequence[int] = (160, 97, 33),
-    decode_steps: int = 40,
-    bound: float = FP32_BOUND,
-    seed: int = 0,
-) -> tuple[Comparison, Comparison]:
-    """Patch an unpatched causal LM with an fp32 surface and compare logits over prefill and decode.
-
-    The original runs once over whole right-padded prompts of `lengths[b] + decode_steps` tokens. The patched model
-    prefills the first `lengths[b]` tokens and decodes the others one by one, over a shuffled page table and pools
-    that held NaN; every row must equal the original's row of the same token.
-
-    Args:
-        model: the unpatched fp32 ONNX file: `input_ids` and optionally a two-dimensional `attention_mask` in,
-            `logits` out.
-        lengths: prompt lengths, one a sequence.
-        decode_steps: tokens decoded a sequence.
-        bound: largest row error that passes.
-        seed: of the random prompts.
-
-    Returns:
-        The comparisons of prefill and of decode.
-
-    Raises:
-        InputError: a graph with other inputs or outputs, or a wrong file.
-        RefusedError: the model cannot be patched.
-        MissingPackageError: onnxruntime is not installed.
-    """
-    prompt, total = np.asarray(lengths), np.asarray(lengths) + decode_steps  # [B]
-    tokens = np.random.default_rng(seed).integers(0, VOCABULARY, (total.size, int(total.max())))
-    expected = _original_logits(Path(model), tokens, total)  # [B, S, vocabulary]
-    with tempfile.TemporaryDirectory() as folder:
-        patched = patch_onnx(
-            model,
-            Path(folder) / "patched.onnx",
-            dtype="fp32",
-            rope_table="initializer",
-            max_positions=int(total.max()),
-        ).output
-        session = PatchedSession(
-            patched,
-            batch=total.size,
-            max_kv_len=int(total.max()),
-            rng=np.random.default_rng(seed),
-            fill=np.nan,
-        )
-    first = session.prefill({"input_ids": tokens[:, : prompt.max()]}, prompt).outputs["logits"]
-    prefill = [row_error(first[b, :n], expected[b, :n]) for b, n in enumerate(prompt)]
-    rows = np.arange(total.size)
-    decode = []
-    for step in range(decode_steps):
-        position = prompt + step  # [B]
-        logits = session.decode({"input_ids": tokens[rows, position][:, None]}).outputs["logits"]
-        decode.append(row_error(logits[:, 0], expected[rows, position]))
-    return _worst("prefill", prefill, bound), _worst("decode", decode, bound)
-
-
-def _original_logits(model: Path, tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
-    """Logits `[B, S, vocabulary]` of the unpatched model over right-padded prompts."""
-    source = load_model(model)
-    session = open_session(source.model, source.folder)
-    inputs = {value.name for value in session.get_inputs()}
-    if not {"input_ids"} <= inputs <= {"input_ids", "attention_mask"}:
-        raise InputError(
-            f"model {model}",
-            f"inputs {', '.join(sorted(inputs))}",
-            "a prefill graph that takes input_ids and optionally attention_mask",
-            "compare an export of that form",
-        )
-    feeds: dict[str, NDArray[Any]] = {"input_ids": tokens}
-    if "attention_mask" in inputs:
-        feeds["attention_mask"] = (np.arange(tokens.shape[1]) < lengths[:, None]).astype(np.int64)
-    return np.asarray(session.run(["logits"], feeds)[0])
-
-
-def _worst(phase: str, errors: Sequence[NDArray[np.float64]], bound: float) -> Comparison:
-    rows = np.concatenate(errors)
-    return Comparison(phase, rows.size, float(rows.max()), bound)
+        """Whether the error is within its bound, and rows were left to compare."""
+        return self.ignored < self.rows and self.error <= self.bound
 
 
 @dataclass(frozen=True)
@@ -135,39 +75,288 @@ class ValidationReport:
 
     Attributes:
         model: the file that was validated.
+        original: what it was compared with.
         comparisons: one entry a phase and output.
+        notes: what a reader should know.
     """
 
     model: Path
+    original: Path
     comparisons: tuple[Comparison, ...]
+    notes: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether every comparison is within its bound."""
+        """Whether every comparison did."""
         return all(c.passed for c in self.comparisons)
 
     def json(self) -> str:
         """The report for programs."""
-        return json.dumps({**asdict(self), "model": str(self.model), "passed": self.passed}, indent=2)
+        entries = [{**asdict(c), "passed": c.passed} for c in self.comparisons]
+        report = {"model": str(self.model), "original": str(self.original), "comparisons": entries}
+        return json.dumps({**report, "notes": list(self.notes), "passed": self.passed}, indent=2)
 
     def summary(self) -> str:
         """The report for people; the last line is PASSED or FAILED."""
-        lines = [f"{c.phase}: {c.rows} rows, error {c.error:.1e}, bound {c.bound:.0e}" for c in self.comparisons]
-        return "\n".join([*lines, "PASSED" if self.passed else "FAILED"])
+        width = max(len(c.output) for c in self.comparisons)
+        head = f"{'phase':<8} {'output':<{width}} {'rows':>6} {'ignored':>7} {'error':>8} {'bound':>8}  cosine"
+        lines = [
+            f"{c.phase:<8} {c.output:<{width}} {c.rows:>6} {c.ignored:>7} {c.error:>8.1e} {c.bound:>8.0e}"
+            f"  {c.cosine:.8f}{'' if c.passed else '  FAILED'}"
+            for c in self.comparisons
+        ]
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join([head, *lines, *notes, "PASSED" if self.passed else "FAILED"])
 
 
 def validate(
     model: str | os.PathLike[str],
     *,
     original: str | os.PathLike[str] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     lengths: str | Sequence[int] | None = None,
     decode_steps: int | None = None,
+    bound: float = FP32_BOUND,
     seed: int = 0,
 ) -> ValidationReport:
-    """Compare a model with its patched form in onnxruntime."""
-    if isinstance(lengths, str):
-        lengths = [int(part) for part in lengths.split(",")]
-    return ValidationReport(
-        Path(model),
-        compare_causal_lm(model, lengths=lengths or (160, 97, 33), decode_steps=decode_steps or 40, seed=seed),
-    )
+    """Compare a model before and after patching in onnxruntime, in fp32, on random prompts.
+
+    Half-precision files compute in fp32 here. The norm weights of a patched file, which its nodes take rounded, are
+    given back what they were rounded from, if that is so: a wrong one stays wrong.
+
+    Args:
+        model: an unpatched file, which is patched into a temporary folder, or a patched one.
+        original: the unpatched file, where `model` is a patched one.
+        config: the model's `config.json`, for what the graph does not tell.
+        lengths: prompt lengths, one a sequence, also as "160,97"; default 160, 97 and 33, or what static dims and a
+            baked rope table leave.
+        decode_steps: tokens decoded after each prompt; default 40, or what is left.
+        bound: largest row error that passes.
+        seed: of prompts and pages.
+
+    Raises:
+        InputError: a wrong file, a graph of another form, or sizes that it has no room for.
+        RefusedError: the model cannot be patched.
+        FailedError: onnxruntime cannot run a file.
+        MissingPackageError: onnxruntime is not installed.
+    """
+    source = load_model(model if original is None else original)
+    if qsa_nodes(source.model):
+        what = "MODEL" if original is None else "--original"
+        raise InputError(what, f"{source.path}, a patched file", "an unpatched one", "give it with --original FILE")
+    inputs, caches = split_caches(model_inputs(source.model))
+    rng = np.random.default_rng(seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        patched = None if original is None else load_model(model)
+        baked = None if patched is None else _baked_rope(patched)
+        sizes, notes = choose_sizes(
+            inputs, bool(caches), lengths, decode_steps, None if baked is None else baked.shape[1]
+        )
+        fresh = _patch(source, folder / "fresh.onnx", config, inputs, sizes)
+        rope = _rope(fresh, sizes) if baked is None else baked
+        exact = {} if patched is None else _exact_gammas(patched, fresh)
+        after = save_in_fp32(_with_body(patched or fresh), folder / "after.onnx", exact)
+        before = save_in_fp32(source, folder / "before.onnx", {})
+        prompts = Prompts(split_caches(model_inputs(before.model))[0], sizes.totals, rope, rng)
+        expected = OriginalSession(before).run(prompts)
+        run = _PatchedRun(after, prompts, rope, rng)
+        if sizes.steps and sizes.prompt.max() > 1 and run.forgets():
+            notes.append("decode was not compared: other layers carry tokens along, and have no cache in this graph")
+            sizes = Sizes(sizes.totals, 0)
+        comparisons = run.compare(sizes, expected, bound)
+    return ValidationReport(Path(model), source.path, comparisons, tuple(notes))
+
+
+def _patch(
+    source: ModelFile,
+    target: Path,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None,
+    inputs: Sequence[ModelInput],
+    sizes: Sizes,
+) -> ModelFile:
+    """The original patched with an fp32 surface, with its own rope table unless it takes cosines and sines."""
+    if any(known.is_cos_sin for known in inputs):
+        return load_model(patch_onnx(source.path, target, dtype="fp32", config=config, external_data="link").output)
+    most = int(sizes.totals.max())
+    options: dict[str, Any] = {"rope_table": "initializer", "max_positions": most, "external_data": "link"}
+    return load_model(patch_onnx(source.path, target, dtype="fp32", config=config, **options).output)
+
+
+def _initializers(file: ModelFile) -> dict[str, Any]:
+    return {tensor.name: tensor for tensor in file.model.graph.initializer}
+
+
+def _baked_rope(file: ModelFile) -> NDArray[np.float32] | None:
+    """The rope table `[1, positions, rotary]` of a patched file; None where it is a graph input."""
+    nodes = qsa_nodes(file.model)
+    tensor = _initializers(file).get(nodes[0].inputs["rope_rotary_cos_sin"]) if nodes else None
+    return None if tensor is None else read_tensor(tensor, file.folder)
+
+
+def _rope(file: ModelFile, sizes: Sizes) -> NDArray[np.float32]:
+    """The table of a patched file; where the original takes cosines and sines, any will do for both sides."""
+    baked = _baked_rope(file)
+    if baked is not None:
+        return baked
+    name = qsa_nodes(file.model)[0].inputs["rope_rotary_cos_sin"]
+    kind = next(v.type.tensor_type for v in file.model.graph.input if v.name == name)
+    return rope_table(int(sizes.totals.max()), default_inv_freq(kind.shape.dim[2].dim_value, THETA))
+
+
+def _exact_gammas(patched: ModelFile, fresh: ModelFile) -> dict[str, Array]:
+    """Norm weights of `patched` by name, as they were before rounding; those that are not a rounding are left out."""
+    nodes, exact_nodes = qsa_nodes(patched.model), qsa_nodes(fresh.model)
+    if len(nodes) != len(exact_nodes):
+        expected = f"{len(exact_nodes)}, one for each attention of the original"
+        raise InputError("MODEL", f"{len(nodes)} QsaAttention nodes", expected, "give the file it was made from")
+    found: dict[str, Array] = {}
+    stored, exact = _initializers(patched), _initializers(fresh)
+    for node, exact_node in zip(nodes, exact_nodes, strict=True):
+        for gamma in _GAMMAS:
+            name, exact_name = node.inputs[gamma], exact_node.inputs[gamma]
+            if name in stored and exact_name in exact:
+                rounded = read_tensor(stored[name], patched.folder)
+                value = read_tensor(exact[exact_name], fresh.folder)
+                if np.array_equal(value.astype(rounded.dtype), rounded):
+                    found[name] = value
+    return found
+
+
+def _with_body(file: ModelFile) -> ModelFile:
+    """The file, its nodes defined in plain operators if they were not."""
+    operators = {(n.op_type, n.domain) for n in file.model.graph.node if n.op_type in (PLUGIN_NAME, EDGE_LLM_NAME)}
+    for name, domain in sorted(operators):
+        add_reference_function(file.model, name=name, domain=domain)
+    return file
+
+
+class _PatchedRun:
+    """The patched model over the same prompts."""
+
+    def __init__(self, file: ModelFile, prompts: Prompts, rope: NDArray[np.float32], rng: np.random.Generator) -> None:
+        self.prompts = prompts
+        self.inputs, self.caches = split_caches(model_inputs(file.model))
+        totals = prompts.lengths
+        with onnxruntime_errors("the patched model"):
+            self.session = PatchedSession(
+                file, batch=totals.size, max_kv_len=int(totals.max()), rope=rope, record=True, rng=rng, fill=np.nan
+            )
+
+    def forgets(self) -> bool:
+        """Whether tokens reach later ones on other ways than QSA, which has length 0 here, and without a cache."""
+        if self.caches:
+            return False
+        batch, total = self.prompts.lengths.size, int(self.prompts.lengths.max())
+        feeds = self.prompts.window(self.inputs, np.broadcast_to(np.arange(min(total, 8)), (batch, min(total, 8))))
+        none = np.zeros(batch, np.int32)
+        with onnxruntime_errors("the patched model"):
+            first = self.session.prefill(feeds, none).outputs
+            second = self.session.prefill(self.prompts.with_other_start(feeds), none).outputs
+        self.session.reset()
+        differ = [row_error(second[name][:, 1:], value[:, 1:]).max(initial=0) for name, value in first.items()]
+        return bool(max(differ) > FP32_BOUND)
+
+    def compare(self, sizes: Sizes, expected: Mapping[str, Array], bound: float) -> tuple[Comparison, ...]:
+        """Run everything and compare every output that has a row a token."""
+        batch, total = sizes.totals.size, int(sizes.totals.max())
+        actual: dict[str, Array] = {}  # [B, total, ...]
+        index_qk: dict[str, Array] = {}  # [B, total, (Ih+1)*Id]
+        call: NodeCall
+        for positions, step in self._steps(sizes):
+            rows = np.arange(batch)[:, None], positions
+            for name in step.outputs.keys() & expected.keys():
+                if expected[name].shape[:2] == (batch, total):
+                    actual.setdefault(name, np.full_like(expected[name], np.nan))[rows] = step.outputs[name]
+            for call in step.calls:
+                value = call.inputs["index_qk"]
+                index_qk.setdefault(call.node.name, np.zeros((batch, total, value.shape[2]), value.dtype))[rows] = value
+        if not actual:
+            names = ", ".join(expected)
+            raise InputError("outputs", names, "one with a row a token that patching keeps", "export such an output")
+        position = np.arange(total)
+        prefill = position < sizes.prompt[:, None]
+        phases = {"prefill": prefill, "decode": ~prefill & (position < sizes.totals[:, None])}
+        errors = {name: _row_errors(actual[name], expected[name]) for name in actual}
+        ties = np.zeros((batch, total), bool)
+        if any((error > bound).any() for error in errors.values()):
+            ties = np.any([_zero_ties(call, index_qk[call.node.name]) for call in step.calls], axis=0)
+        return tuple(
+            _comparison(phase, name, rows, errors[name], ties, bound, _cosine(actual[name], expected[name], rows))
+            for name in actual
+            for phase, rows in phases.items()
+            if rows.any()
+        )
+
+    def _steps(self, sizes: Sizes) -> Iterator[tuple[NDArray[np.int64], Step]]:
+        """Every call with the position of each of its columns, `[B, S]`."""
+        batch, longest = sizes.prompt.size, int(sizes.prompt.max())
+        caches = empty_caches(self.caches, self.inputs, batch)
+        cached = 0 if self.caches else None
+        with onnxruntime_errors("the patched model"):
+            if longest:
+                positions = np.broadcast_to(np.arange(longest), (batch, longest))
+                feeds = self.prompts.window(self.inputs, positions, cached)
+                step = self.session.prefill({**feeds, **caches}, sizes.prompt)
+                yield positions, step
+                caches = grown_caches(self.caches, step.outputs)
+            for number in range(sizes.steps):
+                positions = (sizes.prompt + number)[:, None]
+                cached = None if cached is None else longest + number
+                feeds = self.prompts.window(self.inputs, positions, cached)
+                step = self.session.decode({**feeds, **caches})
+                yield positions, step
+                caches = grown_caches(self.caches, step.outputs)
+
+
+def _row_errors(actual: Array, expected: Array) -> NDArray[np.float64]:
+    """`[B, total]`: one token at a time, whatever its dims; one sequence at a time, since logits are large."""
+    flat = (*actual.shape[:2], -1)
+    return np.stack([row_error(a, e) for a, e in zip(actual.reshape(flat), expected.reshape(flat), strict=True)])
+
+
+def _cosine(actual: Array, expected: Array, rows: NDArray[np.bool_]) -> float:
+    """The smallest cosine of a sequence's live rows."""
+    return min(cosine(a[r], e[r]) for a, e, r in zip(actual, expected, rows, strict=True) if r.any())
+
+
+def _comparison(
+    phase: str,
+    output: str,
+    rows: NDArray[np.bool_],
+    errors: NDArray[np.float64],
+    ties: NDArray[np.bool_],
+    bound: float,
+    angle: float,
+) -> Comparison:
+    """One output in one phase, from masks and errors `[B, total]`."""
+    ignored = rows & ties & (errors > bound)
+    worst = float(errors[rows & ~ignored].max(initial=0.0))
+    return Comparison(phase, output, int(rows.sum()), int(ignored.sum()), worst, angle, bound)
+
+
+def _zero_ties(call: NodeCall, index_qk: Array) -> NDArray[np.bool_]:
+    """Rows `[B, total]` whose indexer had to choose among blocks of score 0: any choice is right.
+
+    Args:
+        call: any call of the node, for its weights and rope table.
+        index_qk: `[B, total, (Ih+1)*Id]` of whole sequences.
+    """
+    batch, total, _ = index_qk.shape
+    # One head of attention beside the indexer, whose scores do not depend on it.
+    geometry = replace(call.node.geometry, num_q_heads=1, num_kv_heads=1)
+    pages = pages_for(total)
+    inputs = {
+        **call.inputs,
+        "qkv": np.zeros((batch, total, geometry.qkv_width), np.float32),
+        "index_qk": index_qk,
+        "past_key_value": empty_pool(geometry, batch * pages, np.float32, 0.0),
+        "context_lengths": np.full(batch, total, np.int32),
+        "kvcache_start_index": np.zeros(0, np.int32),
+        "kv_page_table": page_table(batch, pages, batch * pages),
+    }
+    scores = np.stack(qsa_attention(inputs, geometry).scores)  # [B, total, G]
+    if scores.shape[2] <= geometry.budget_blocks:
+        return np.zeros((batch, total), bool)
+    ranked = -np.sort(-scores, axis=-1)
+    return np.asarray((ranked[..., geometry.budget_blocks - 1] == 0) & (ranked[..., geometry.budget_blocks] == 0))

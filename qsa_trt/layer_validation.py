@@ -28,6 +28,7 @@ from .metrics import BF16_TIE_BAND, FP16_TIE_BAND, cosine, row_error, tie_rows
 from .patching import patch_onnx
 from .patching.files import load_model
 from .plugin_host import PluginContext, PluginHost, shapes_of
+from .prompts import DEFAULT_LENGTHS, parse_lengths
 from .recording import NodeCall, PatchedSession, qsa_nodes
 from .reference import qsa_attention
 from .rope import default_inv_freq, rope_table
@@ -120,7 +121,7 @@ def validate_layers(
     """
     if device.compute_capability() is None:
         raise InputError("GPU", "none", "an NVIDIA GPU with its driver", "run this on a machine that has one")
-    prompts = np.array(parse_lengths((160, 97, 33) if lengths is None else lengths))
+    prompts = np.array(parse_lengths(DEFAULT_LENGTHS if lengths is None else lengths))
     with tempfile.TemporaryDirectory() as folder:
         patched = Path(model)
         if not qsa_nodes(load_model(model).model):
@@ -132,22 +133,6 @@ def validate_layers(
                 check = _check_call(call, mode, contexts)
                 checks.setdefault((call.node.name, mode), []).append(check)
     return LayerReport(Path(model), tuple(_worst(*key, found) for key, found in checks.items()))
-
-
-def parse_lengths(lengths: str | Sequence[int]) -> list[int]:
-    """Prompt lengths from "N,N,...", or as they are.
-
-    Raises:
-        InputError: something is no number from 1 on.
-    """
-    parts = lengths.split(",") if isinstance(lengths, str) else lengths
-    try:
-        numbers = [int(part) for part in parts]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise InputError("lengths", lengths, "numbers from 1 on, such as 160,97", "correct --lengths")
-    return numbers
 
 
 @dataclass(frozen=True)

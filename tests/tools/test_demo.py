@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qsa_trt.comparison import Comparison
+from qsa_trt.comparison import Comparison, ValidationReport
 from tests.support.requirements import needs_onnxruntime, needs_rtx
 from tools import demo
 
@@ -19,8 +19,8 @@ def test_demo(
 ) -> None:
     passes = worst < 1e-5
     if not passes:
-        broken = (Comparison("prefill", 9, worst, 1e-5), Comparison("decode", 9, 1e-7, 1e-5))
-        monkeypatch.setattr(demo, "compare_causal_lm", lambda model: broken)
+        wrong = Comparison("prefill", "logits", rows=9, ignored=0, error=worst, cosine=0.9, bound=1e-5)
+        monkeypatch.setattr(demo, "validate", lambda model: ValidationReport(model, model, (wrong,), ()))
     monkeypatch.setattr("sys.argv", ["demo", "--out", str(tmp_path)])
     assert demo.main() == (0 if passes else 1)
     out = capsys.readouterr().out
