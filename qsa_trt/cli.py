@@ -66,6 +66,7 @@ def cli() -> None:
     help="What becomes of weights in external files when OUT is in another folder: copied, hard-linked (copied where "
     "that is impossible), or referenced, where they lie below OUT's folder.",
 )
+@click.option("--verify", is_flag=True, help="Compare the result with MODEL in onnxruntime before it is kept.")
 @click.option("--dry-run", is_flag=True, help="Print what would be done; write nothing.")
 def patch_onnx_command(model: str, output: str | None, **options: Any) -> None:
     """Rewrite every QSA attention of the ONNX file MODEL into one QsaAttention node."""

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto, ValueInfoProto
 
 from qsa_plugin.contract import PoolIO
-from qsa_plugin.errors import InputError
+from qsa_plugin.errors import FailedError, InputError
 
 from . import rewrite
 from .config import Config, load_config
 from .detect import patched_nodes
 from .files import ExternalData, check_output, default_output, load_model, save_model
+from .fused_ops import restore, to_plain
 from .graph_index import GraphIndex
+from .linear import behind
 from .plan import TYPE_NAMES, TYPES, plan_layers
 from .prune import Removed, prune, strip_stack_traces
 from .reference_body import add_reference_function
@@ -26,6 +29,9 @@ from .report import LayerReport, PatchReport, TensorReport
 from .rope_source import baked_table
 from .structure import indexers
 from .verify import PlainCut
+
+if TYPE_CHECKING:
+    from ..comparison import ValidationReport
 
 
 def patch_onnx(
@@ -39,6 +45,7 @@ def patch_onnx(
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     reference_body: bool = True,
     external_data: ExternalData = "copy",
+    verify: bool = False,
     dry_run: bool = False,
 ) -> PatchReport:
     """Rewrite every QSA attention of a model into one `QsaAttention` node and write the result.
@@ -55,6 +62,7 @@ def patch_onnx(
         external_data: what becomes of weights in external data when OUT is in another folder than MODEL: `copy`;
             `link`, a hard link, or a copy where the file system has none; `reference`, where they lie below OUT's
             folder, since a location may not leave it. In MODEL's own folder they are never touched.
+        verify: run model and result in onnxruntime, as `qsa_trt.comparison.validate` does, before the result is kept.
         dry_run: do everything but write.
 
     Returns:
@@ -63,6 +71,8 @@ def patch_onnx(
     Raises:
         InputError: a file or an argument is wrong.
         RefusedError: the model has no QSA attention, or one that cannot be cut safely; nothing was written.
+        FailedError: the result cannot be written or, with `verify`, differs from the model; nothing was written.
+        MissingPackageError: `verify` without onnxruntime.
     """
     io = _pool_io(pool_io)
     _check_choice("--dtype", dtype, (None, *TYPES))
@@ -73,8 +83,13 @@ def patch_onnx(
     target = Path(output) if output is not None else default_output(source.path)
     check_output(source, target, external_data)
     index = GraphIndex(source.model, source.folder)
+    rewritten = to_plain(source.model, index)
+    if rewritten:
+        index = GraphIndex(source.model, source.folder)
     if patched_nodes(source.model):
         plain = [f"{topk.label} is still an indexer in plain operators" for topk, _ in indexers(index)]
+        if verify:
+            plain.append(f"not verified: run qsa-trt validate {source.path} --original FILE")
         return PatchReport("already-patched", source.path, target, warnings=tuple(plain))
     plans = plan_layers(index, config, dtype, io)
     rope, rope_text = _rope(index, plans, max_positions, config)
@@ -85,10 +100,19 @@ def patch_onnx(
     rewrite.apply(edited, additions)
     caches = dict.fromkeys(name for plan in plans for name in plan.cut.cache_outputs)
     removed = prune(edited, index, list(caches), additions.names)
+    restore(edited, rewritten)
     strip_stack_traces(edited)
     if reference_body:
         add_reference_function(edited)
-    notes = () if dry_run else save_model(edited, source, target, external_data)
+    verdicts: list[ValidationReport] = []
+
+    def accept(written: Path) -> None:
+        if verify:
+            verdicts.append(_verify(source.path, written, target, config))
+
+    if dry_run:
+        accept(source.path)
+    notes = () if dry_run else save_model(edited, source, target, external_data, accept)
     return PatchReport(
         status="dry-run" if dry_run else "patched",
         input=source.path,
@@ -101,6 +125,7 @@ def patch_onnx(
         new_outputs=tuple(_tensor_report(v) for v in additions.outputs),
         rope=rope_text,
         reference_body=reference_body,
+        verification=next(iter(verdicts), None),
         warnings=(*warnings, *additions.warnings(), *_kept_warnings(removed), *notes),
     )
 
@@ -115,9 +140,22 @@ def _rope(
     return table, f"baked in, {max_positions} positions, rotary dims {rotary}, from {origin}"
 
 
+def _verify(original: Path, written: Path, target: Path, config: Config) -> ValidationReport:
+    """Compare the original with what was written; with itself, patched once more, where it is the same file."""
+    from ..comparison import validate
+
+    result = validate(written, original=None if written == original else original, config=config)
+    for comparison in result.comparisons:
+        if not comparison.passed:
+            raise FailedError(
+                f"{target} would differ from {original}: {comparison.phase}, {comparison.output}: largest row error"
+                f" {comparison.error:.1e}, bound {comparison.bound:.0e}; nothing was written"
+            )
+    return replace(result, model=target)
+
+
 def _layer_report(index: GraphIndex, plan: rewrite.LayerPlan) -> LayerReport:
     projections = plan.cut.anchors.projections if isinstance(plan.cut, PlainCut) else {}
-    producers = {name: index.producer(tensor) for name, tensor in projections.items()}
     return LayerReport(
         index=plan.number,
         name=plan.cut.layer,
@@ -127,7 +165,7 @@ def _layer_report(index: GraphIndex, plan: rewrite.LayerPlan) -> LayerReport:
         graph_dtype=TYPE_NAMES[plan.graph_type],
         surface=TYPE_NAMES[plan.surface],
         where=plan.attributes.where,
-        biases=tuple(name for name, node in producers.items() if node is not None and node.op == "Add"),
+        biases=tuple(name for name, tensor in projections.items() if any(n.op == "Add" for n in behind(index, tensor))),
     )
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from qsa_plugin.contract import Geometry, PoolIO
+
+if TYPE_CHECKING:
+    from ..comparison import ValidationReport
 
 Status = Literal["patched", "already-patched", "dry-run"]
 _PADDING = (
@@ -71,6 +74,7 @@ class PatchReport:
         new_outputs: graph outputs that the nodes add.
         rope: where the rope table comes from.
         reference_body: whether the file carries the plain-op function.
+        verification: how the result compared with the model in onnxruntime; None where that was not asked for.
         warnings: what a user should know before using the file.
     """
 
@@ -85,6 +89,7 @@ class PatchReport:
     new_outputs: tuple[TensorReport, ...] = ()
     rope: str = ""
     reference_body: bool = True
+    verification: ValidationReport | None = None
     warnings: tuple[str, ...] = ()
 
     def summary(self) -> str:
@@ -101,6 +106,8 @@ class PatchReport:
         lines += [f"rope table: {self.rope}"]
         body = "in the file (what onnxruntime runs)" if self.reference_body else "left out"
         lines += [f"reference body: {body}", f"note: {_PADDING}", *self._warning_lines()]
+        if self.verification is not None:
+            lines += ["verified in onnxruntime, fp32:", *(f"  {v}" for v in self.verification.summary().splitlines())]
         lines += [f"{would}written: {self.output}" + (" (dry run: nothing was written)" if would else "")]
         return "\n".join(lines)
 
