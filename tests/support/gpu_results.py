@@ -1,0 +1,145 @@
+"""Writes what a GPU run found: environment, counts, durations, and the largest errors that tests recorded, as JSON.
+
+`pytest -m gpu --gpu-results FILE` switches it on; `tests/conftest.py` registers it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qsa_trt import device
+
+#: Key of a recorded figure in a report's user properties.
+RECORD = "figure"
+
+
+class GpuResults:
+    """A pytest plugin that collects figures and outcomes, and writes them when the session ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._start = time.perf_counter()
+        self._outcomes: Counter[str] = Counter()
+        self._failed: list[str] = []
+        self._seconds: Counter[str] = Counter()
+        self._figures: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """One phase of one test."""
+        self._seconds[report.nodeid] += report.duration
+        if report.when != "call" and report.outcome == "passed":
+            return
+        self._outcomes[report.outcome] += 1
+        if report.failed:
+            self._failed.append(report.nodeid)
+        test = report.nodeid.split("[")[0].removeprefix("tests/gpu/")
+        for key, figure in report.user_properties:
+            if key == RECORD:
+                self._keep(test, figure)
+
+    def _keep(self, test: str, figure: dict[str, Any]) -> None:
+        """The largest of the cases of one test, by name of the figure."""
+        figures = self._figures.setdefault(test, {})
+        name = figure["name"]
+        known = figures.get(name, {"largest": figure["value"], "bound": figure["bound"], "cases": 0})
+        figures[name] = known | {"largest": max(known["largest"], figure["value"]), "cases": known["cases"] + 1}
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the file."""
+        slowest = {name: round(seconds, 2) for name, seconds in self._seconds.most_common(15)}
+        record = {
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+            **environment(),
+            "seconds": round(time.perf_counter() - self._start, 1),
+            "cases": {outcome: self._outcomes[outcome] for outcome in ("passed", "skipped", "failed")},
+            "failed": self._failed,
+            "figures": {test: self._figures[test] for test in sorted(self._figures)},
+            "slowest_seconds": slowest,
+        }
+        temporary = self._path.with_name(self._path.name + ".part")
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(record, indent=2) + "\n")
+        temporary.replace(self._path)
+
+
+def environment() -> dict[str, Any]:
+    """GPU, driver and versions of all that a result depends on."""
+    packages = ("cuda-bindings", "cuda-core", "nvidia-cuda-nvrtc", "numpy", "torch", "transformers")
+    return {
+        **gpu(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in packages},
+        "nvrtc": ".".join(map(str, _nvrtc())),
+        "tensorrt": _tensorrt(),
+    }
+
+
+def version(package: str) -> str | None:
+    """Of an installed distribution; None where it is absent."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def gpu() -> dict[str, Any]:
+    """Name of device 0, compute capability, multiprocessors, and what CUDA the driver supports."""
+    if device.compute_capability() is None:
+        return {"gpu": None}
+    from cuda.core import Device
+
+    properties = Device(0).properties
+    return {
+        "gpu": Device(0).name,
+        "compute_capability": ".".join(map(str, device.compute_capability() or ())),
+        "multiprocessors": int(properties.multiprocessor_count),
+        "driver": _driver(),
+    }
+
+
+def _driver() -> str:
+    """Version of the kernel driver, where the system says it, and of the CUDA that it supports."""
+    from cuda.bindings import driver
+
+    cuda = int(device.check(driver.cuDriverGetVersion()))
+    text = Path("/sys/module/nvidia/version")
+    known = text.read_text().strip() if text.exists() else _nvml_driver()
+    return f"{known or 'unknown'} (CUDA {cuda // 1000}.{cuda % 1000 // 10})"
+
+
+def _nvml_driver() -> str | None:
+    """From nvidia-smi."""
+    import subprocess
+
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.splitlines()[0].strip() or None
+
+
+def _nvrtc() -> tuple[int, int]:
+    from qsa_plugin.jit import nvrtc_version
+
+    return nvrtc_version()
+
+
+def _tensorrt() -> str | None:
+    from qsa_plugin import tensorrt
+    from qsa_plugin.errors import QsaError
+
+    try:
+        module = tensorrt()
+    except QsaError:
+        return None
+    return f"{module.__name__} {module.__version__}"
