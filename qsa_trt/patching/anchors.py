@@ -6,9 +6,9 @@ the gate follow from the q projection alone, whatever the strategy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from qsa_plugin.errors import RefusedError
 
@@ -48,14 +48,61 @@ class Anchors:
 Strategy = Callable[[GraphIndex, list[RmsNorm]], list[Anchors]]
 
 
+_Candidate = TypeVar("_Candidate")
+
+
+class LayerRefusedError(RefusedError):
+    """One layer that cannot be patched, and with it the whole model.
+
+    Args:
+        layer: its name.
+        place: the node or tensor.
+        reason: what is wrong there.
+    """
+
+    def __init__(self, layer: str, place: str, reason: str) -> None:
+        self.layer, self.place, self.reason = layer or "(root)", place, reason
+        super().__init__(f"layer {self.layer}: {place}: {reason}; nothing was patched")
+
+
+class StrategyRefusedError(RefusedError):
+    """A strategy saw layers that it could not complete; its text is that of the first.
+
+    Args:
+        found: the layers that it saw whole.
+        refusals: the others.
+    """
+
+    def __init__(self, found: Sequence[Anchors], refusals: Sequence[RefusedError]) -> None:
+        self.found, self.refusals = tuple(found), tuple(refusals)
+        super().__init__(str(refusals[0]))
+
+
+def complete(candidates: Iterable[_Candidate], find: Callable[[_Candidate], Anchors]) -> list[Anchors]:
+    """The anchors of every candidate of a strategy.
+
+    Raises:
+        StrategyRefusedError: `find` refused one; it holds the outcome of all.
+    """
+    found: list[Anchors] = []
+    refusals: list[RefusedError] = []
+    for candidate in candidates:
+        try:
+            found.append(find(candidate))
+        except RefusedError as error:
+            refusals.append(error)
+    if refusals:
+        raise StrategyRefusedError(found, refusals) from refusals[0]
+    return found
+
+
 def refuse(layer: str, node: Node | str, reason: str) -> NoReturn:
     """Give up on the whole model because of one layer.
 
     Raises:
-        RefusedError: always; it names the layer, the node (or tensor) and the reason.
+        LayerRefusedError: always; it names the layer, the node (or tensor) and the reason.
     """
-    place = node.label if isinstance(node, Node) else node
-    raise RefusedError(f"layer {layer or '(root)'}: {place}: {reason}; nothing was patched")
+    raise LayerRefusedError(layer, node.label if isinstance(node, Node) else node, reason)
 
 
 def find_gate(index: GraphIndex, layer: str, q_proj: str) -> Gate:
