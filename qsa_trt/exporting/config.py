@@ -32,12 +32,14 @@ class Source:
 
     Attributes:
         path: what the user gave.
+        file: the config.json.
         folder: the checkpoint folder; None when a config alone was given.
         text: the text part of the config, QSA layers spelled so that every transformers understands them.
         tied: the output projection is the embedding.
     """
 
     path: Path
+    file: Path
     folder: Path | None
     text: Mapping[str, Any]
     tied: bool
@@ -52,7 +54,8 @@ def load_source(path: str | os.PathLike[str]) -> Source:
     """
     path = Path(path)
     folder = path if path.is_dir() else None
-    content = _read_json(path if folder is None else folder / "config.json")
+    file = path if folder is None else folder / "config.json"
+    content = _read_json(file)
     text = content.get("text_config") or content
     if content.get("model_type") not in MODEL_TYPES or not isinstance(text, Mapping):
         raise InputError(
@@ -68,7 +71,7 @@ def load_source(path: str | os.PathLike[str]) -> Source:
     if text.get("layer_types") is not None:
         text["layer_types"] = [_layer_type(name) for name in text["layer_types"]]
     tied = content.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    return Source(path, folder, text, bool(tied))
+    return Source(path, file, folder, text, bool(tied))
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

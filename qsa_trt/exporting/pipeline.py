@@ -47,8 +47,8 @@ def run(source: Source, output: Path, options: Options) -> ExportReport:
     layers = parse_layers(options.layers, config.num_hidden_layers)
     check_layers(config, layers, options.only_attention)
     attributes, rotary = geometry(config, options.pool_io), rotary_embedding(config)
-    check_output(output)
-    weights: Weights = RandomWeights(options.random_init) if options.random_init is not None else _checkpoint(source)
+    weights = _weights(source, options)
+    check_output(output, [source.file, *weights.files])
     dtype = _DTYPES[options.dtype]
 
     def make() -> Stage:
@@ -100,7 +100,9 @@ def run(source: Source, output: Path, options: Options) -> ExportReport:
     )
 
 
-def _checkpoint(source: Source) -> Checkpoint:
+def _weights(source: Source, options: Options) -> Weights:
+    if options.random_init is not None:
+        return RandomWeights(options.random_init)
     assert source.folder is not None  # export.py made sure
     return Checkpoint(source.folder)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import onnx
@@ -29,14 +29,20 @@ def data_path(output: Path) -> Path:
     return output.with_name(output.name + ".data")
 
 
-def check_output(output: Path) -> None:
+def check_output(output: Path, sources: Iterable[Path]) -> None:
     """Make sure that the model and its weights can be written, and that nothing else is overwritten.
 
+    Args:
+        output: OUT.
+        sources: files that are read.
+
     Raises:
-        InputError: OUT cannot be written, or weights lie beside it that belong to no model.
+        InputError: OUT cannot be written or is a source, or weights lie beside it that belong to no model.
     """
     check_writable(output)
     data = data_path(output)
+    if output.exists() and any(output.samefile(source) for source in sources):
+        raise InputError("OUT", output, "another file than the checkpoint's", "choose another name with -o")
     if data.exists() and not output.exists():
         raise InputError(
             "OUT", output, f"no {data.name} without its model (half of another export)", f"remove {data} first"

@@ -42,13 +42,18 @@ _DOWNLOAD = "download the checkpoint again"
 class Weights(Protocol):
     """Where parameters come from."""
 
+    @property
+    def files(self) -> list[Path]:
+        """The files that are read."""
+
     def check(self, shapes: Mapping[str, Shape]) -> None:
         """Make sure that all parameters of these names and shapes can be read, without reading them."""
 
     def read(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
         """One parameter, contiguous, on the CPU."""
 
-    def __str__(self) -> str: ...
+    def __str__(self) -> str:
+        """For the report."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,11 @@ class RandomWeights:
     """
 
     seed: int
+
+    @property
+    def files(self) -> list[Path]:
+        """None."""
+        return []
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
         """Every shape can be made."""
@@ -95,7 +105,12 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files = _stored_names(folder)
+        self._places = _places(folder)
+
+    @property
+    def files(self) -> list[Path]:
+        """All files with weights, by name."""
+        return sorted({path for path, _ in self._places.values()})
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
         """Compare with what the files' headers say.
@@ -105,18 +120,18 @@ class Checkpoint:
             RefusedError: a tensor is quantised.
         """
         parts = {name: self._parts(name, shape) for name, shape in shapes.items()}
-        missing = [part for wanted in parts.values() for part in wanted if part not in self._files]
+        missing = [part for wanted in parts.values() for part in wanted if part not in self._places]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise InputError(
                 f"checkpoint {self.folder}", f"no tensor {missing[0]}{more}", "all tensors of these layers", _DOWNLOAD
             )
         headers = {
-            path: _header(path) for path in {self._files[part][0] for wanted in parts.values() for part in wanted}
+            path: _header(path) for path in {self._places[part][0] for wanted in parts.values() for part in wanted}
         }
         for wanted in parts.values():
             for part, shape in wanted.items():
-                path, stored = self._files[part]
+                path, stored = self._places[part]
                 _check_tensor(path, stored, shape, headers[path].get(stored))
 
     def read(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -137,7 +152,7 @@ class Checkpoint:
     def _parts(self, name: str, shape: Shape) -> dict[str, Shape]:
         """The stored tensors that make up one parameter, in order, and their shapes."""
         match = _EXPERTS.fullmatch(name)
-        if match is None or name in self._files:
+        if match is None or name in self._places:
             return {name: shape}
         prefix, kind = match.groups()
         experts, rows, columns = shape
@@ -146,7 +161,7 @@ class Checkpoint:
         return {f"{prefix}{e}.{piece}.weight": part for e in range(experts) for piece in pieces}
 
     def _read_part(self, name: str, dtype: torch.dtype) -> Tensor:
-        path, stored = self._files[name]
+        path, stored = self._places[name]
         with safe_open(path, framework="pt") as file:  # closed at once: what was read does not stay mapped
             tensor: Tensor = file.get_tensor(stored)
             converted = tensor.to(dtype, copy=True)
@@ -158,10 +173,10 @@ class Checkpoint:
         return converted
 
     def __str__(self) -> str:
-        return f"{len({path for path, _ in self._files.values()})} safetensors files"
+        return f"{len(self.files)} safetensors files"
 
 
-def _stored_names(folder: Path) -> dict[str, tuple[Path, str]]:
+def _places(folder: Path) -> dict[str, tuple[Path, str]]:
     """Parameter name -> (file, stored name)."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
