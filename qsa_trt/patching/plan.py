@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from onnx import TensorProto
 
 from qsa_plugin.contract import PoolIO
@@ -16,14 +18,22 @@ from .graph_index import GraphIndex
 from .layout import check_layout
 from .meaning import check_meaning
 from .rewrite import LayerPlan
-from .verify import check_coverage, check_layer
+from .verify import PlainCut, cache_outputs, check_coverage, check_layer
 
 TYPES: dict[str, int] = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16, "fp32": TensorProto.FLOAT}
 TYPE_NAMES = {elem_type: name for name, elem_type in TYPES.items()}
 
 
-def plan_layers(index: GraphIndex, config: Config, dtype: str | None, pool_io: PoolIO) -> list[LayerPlan]:
-    """The layers of a model, in graph order.
+@dataclass(frozen=True)
+class Plan:
+    """The layers that become nodes, in graph order, and the graph outputs that held their dense caches."""
+
+    layers: list[LayerPlan]
+    cache_outputs: tuple[str, ...]
+
+
+def make_plan(index: GraphIndex, config: Config, dtype: str | None, pool_io: PoolIO) -> Plan:
+    """Find the layers of a model and check that all of them can be cut.
 
     Args:
         index: the model.
@@ -34,27 +44,27 @@ def plan_layers(index: GraphIndex, config: Config, dtype: str | None, pool_io: P
     Raises:
         RefusedError: there is no layer, or one that cannot be cut safely.
     """
-    layers = sparse_ops.find_layers(index, config, pool_io) or _plain_layers(index, config, pool_io)
-    check_coverage(index, [cut for cut, _ in layers])
+    layers = sparse_ops.find_layers(index, config, pool_io)
+    plain = [] if layers else [check_layer(index, anchors) for anchors in find_layers(index)]
+    cuts = [*plain, *(cut for cut, _ in layers)]
+    check_coverage(index, cuts)
+    caches = cache_outputs(index, cuts)
+    layers += [(cut, _plain_attributes(index, cut, config, pool_io)) for cut in plain]
     plans: list[LayerPlan] = []
     for number, (cut, attributes) in enumerate(layers):
         plan = LayerPlan(number, cut, attributes, *_element_types(index, cut, dtype))
         if attributes.rotary_dims != (plans or [plan])[0].attributes.rotary_dims:
             refuse(cut.layer, "rotary_dims", "differs from the first layer's; one rope table serves all layers")
         plans.append(plan)
-    return plans
+    return Plan(plans, caches)
 
 
-def _plain_layers(index: GraphIndex, config: Config, pool_io: PoolIO) -> list[tuple[Cut, Attributes]]:
-    layers: list[tuple[Cut, Attributes]] = []
-    cuts = [check_layer(index, anchors) for anchors in find_layers(index)]
-    check_coverage(index, cuts)
-    for cut in cuts:
-        attributes = read_attributes(index, cut, config, pool_io)
-        check_layout(index, cut, attributes.geometry)
-        check_meaning(index, cut, attributes.geometry, attributes.rotary_dims)
-        layers.append((cut, attributes))
-    return layers
+def _plain_attributes(index: GraphIndex, cut: PlainCut, config: Config, pool_io: PoolIO) -> Attributes:
+    """What the plain operators of a layer say, once they are seen to be QSA and nothing else."""
+    attributes = read_attributes(index, cut, config, pool_io)
+    check_layout(index, cut, attributes.geometry)
+    check_meaning(index, cut, attributes.geometry, attributes.rotary_dims)
+    return attributes
 
 
 def _element_types(index: GraphIndex, cut: Cut, dtype: str | None) -> tuple[int, int]:
