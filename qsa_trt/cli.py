@@ -185,6 +185,45 @@ def validate_command(model: str, gpu: bool, as_json: bool, **options: Any) -> in
     return 0 if report.passed else 1
 
 
+@cli.group("bench", epilog=EPILOG, invoke_without_command=True)
+@click.option("--quick", is_flag=True, help="Fewer cases and repeats: half a minute instead of two and a half.")
+@click.option("--cases", metavar="PATTERN[,PATTERN]", help="Only the cases whose names match, as in decode-b1-*.")
+@click.option("--json", type=click.Path(), help="Write the record to this file too.")
+@click.pass_context
+def bench_command(context: click.Context, **options: Any) -> None:
+    """Time the plugin on this machine's GPU: whole calls, their kernels, the host, floors and dense attention.
+
+    Needs an NVIDIA GPU and any TensorRT package; with PyTorch for CUDA also cuDNN's dense attention is timed.
+    """
+    if context.invoked_subcommand is None:
+        from .benchmark import run_benchmark
+
+        click.echo(run_benchmark(**options, progress=lambda line: click.echo(line, err=True)).summary())
+
+
+@bench_command.command("compare", epilog=EPILOG)
+@click.argument("before", type=click.Path())
+@click.argument("after", type=click.Path())
+@click.option("--noise", type=float, default=0.05, show_default=True, help="Slowdown that passes, as a fraction.")
+def bench_compare_command(before: str, after: str, noise: float) -> int:
+    """Compare two records case by case; exit 1 where something became slower by more than the noise."""
+    from .benchmark import compare
+
+    comparison = compare(before, after, noise)
+    click.echo(comparison.summary())
+    return 0 if comparison.passed else 1
+
+
+@bench_command.command("plot", epilog=EPILOG)
+@click.argument("file", type=click.Path())
+@click.option("-o", "--output", type=click.Path(), required=True, help="Where to draw: .svg, .png or .pdf.")
+def bench_plot_command(file: str, output: str) -> None:
+    """Draw the record FILE: time against context, this plugin, dense cuDNN, the floor (needs matplotlib)."""
+    from .benchmark import plot
+
+    click.echo(f"drew {plot(file, output)}")
+
+
 @cli.command("contract", epilog=EPILOG)
 def contract_command() -> None:
     """Print the QsaAttention contract (inputs, outputs, attributes) as Markdown tables."""
