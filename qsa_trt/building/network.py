@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from qsa_plugin import clear_errors, first_error
 from qsa_plugin.contract import PoolIO
 from qsa_plugin.errors import FailedError, InputError
 
+from ..tensorrt_log import failure, logger
 from .patched_model import OPERATORS, PatchedModel
 from .profiles import Profile
 
@@ -75,7 +74,7 @@ def compile_engine(
     """
     with _one_build:
         clear_errors()
-        log = _logger(trt)
+        log = logger(trt)
         log.restart(options.verbose)
         builder = start_builder(trt, log)
         network = builder.create_network(_strongly_typed(trt))
@@ -87,7 +86,7 @@ def compile_engine(
         config.progress_monitor = monitor
         serialized = builder.build_serialized_network(network, config)
         if serialized is None or first_error() is not None:  # the bindings build on after some exceptions
-            raise _failure("the build failed", log)
+            raise failure("the build failed", log)
         return serialized
 
 
@@ -100,7 +99,7 @@ def start_builder(trt: Any, log: Any) -> Any:
     try:
         return trt.Builder(log)
     except Exception as error:  # pybind raises TypeError for a null pointer, which is what no GPU leads to
-        raise _failure(f"{trt.__name__} could not start its builder", log) from error
+        raise failure(f"{trt.__name__} could not start its builder", log) from error
 
 
 def _strongly_typed(trt: Any) -> int:
@@ -118,7 +117,7 @@ def _parse(parser: Any, model: PatchedModel, log: Any) -> None:
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
     unsupported = dict.fromkeys(text for error in errors if (text := _unsupported(error)))
     if not unsupported:
-        raise _failure(f"TensorRT's ONNX parser rejects {model.path}", log)
+        raise failure(f"TensorRT's ONNX parser rejects {model.path}", log)
     raise FailedError(f"{model.path}: this TensorRT cannot parse {', '.join(unsupported)}{_inlined(model)}")
 
 
@@ -196,38 +195,6 @@ def _profile(builder: Any, network: Any, profile: Profile) -> Any:
         shapes = profile.shapes[tensor.name]
         native.set_shape(tensor.name, shapes.min, shapes.opt, shapes.max)
     return native
-
-
-def _failure(what: str, log: Any) -> FailedError:
-    """The plugin's first error as the cause, else what TensorRT logged first."""
-    cause = first_error()
-    if cause is not None:
-        failure = FailedError(f"{what}: {cause}")
-        failure.__cause__ = cause.error
-        return failure
-    return FailedError(f"{what}: {log.errors[0] if log.errors else 'TensorRT gave no reason'}")
-
-
-@cache
-def _logger(trt: Any) -> Any:
-    """One logger for the process: TensorRT keeps the first it sees for good."""
-
-    class BuildLogger(trt.ILogger):  # type: ignore[misc]  # the base is known at run time only
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-            self.restart(verbose=False)
-
-        def restart(self, verbose: bool) -> None:
-            self.errors: list[str] = []
-            self.verbose = verbose
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
-                self.errors.append(" ".join(message.split()))
-            if self.verbose:
-                print(f"[TensorRT] {severity.name}: {message}", file=sys.stderr)
-
-    return BuildLogger()
 
 
 def _monitor(trt: Any, cancelled: threading.Event) -> Any:

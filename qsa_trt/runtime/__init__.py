@@ -7,13 +7,17 @@ in memory or on the GPU, and share everything else.
 from __future__ import annotations
 
 from ..rope import default_inv_freq, rope_from_config, rope_table
+from .engine_session import EngineSession
+from .layer_session import LayerSession
 from .layout import LayerPool, PoolLayout
 from .onnx_session import OnnxSession
 from .pages import PageCopy, PagePool
 from .session import Session
 
 __all__ = [
+    "EngineSession",
     "LayerPool",
+    "LayerSession",
     "OnnxSession",
     "PageCopy",
     "PagePool",

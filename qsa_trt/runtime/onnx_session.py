@@ -19,7 +19,7 @@ from ..paging import flat_pages
 from ..patching.files import ModelFile, load_model
 from .layout import LayerPool, PoolLayout, names, pools_in_memory
 from .pages import PageCopy
-from .session import Session, check_feeds
+from .session import Session, check_feeds, check_rope
 
 #: What a step gives a model beside its own inputs, by the contract's names.
 _STEP = ("context_lengths", "kvcache_start_index", "kv_page_table")
@@ -112,9 +112,7 @@ class OnnxSession(Session):
         name = self.nodes[0].inputs["rope_rotary_cos_sin"]
         if name in self.weights:
             return {}
-        if rope is None:
-            raise InputError("rope table", "nothing", f"fp32 [1, maxPos, rotary] for input {name}", "pass rope=")
-        return {name: rope}
+        return {name: check_rope(rope, name, self.layout.max_kv_len)}
 
     def _check(self, proto: onnx.ModelProto) -> None:
         if not self.nodes:

@@ -127,3 +127,18 @@ def check_feeds(feeds: Mapping[str, Array], wanted: Sequence[str], batch: int) -
     for name, array in feeds.items():
         if array.ndim == 0 or array.shape[0] != batch:
             raise InputError(f"input {name}", f"shape {list(array.shape)}", f"a batch of {batch}", "one row a sequence")
+
+
+def check_rope(rope: NDArray[np.float32] | None, name: str, max_kv_len: int) -> NDArray[np.float32]:
+    """The rope table, which is there and long enough.
+
+    Raises:
+        InputError: it is not.
+    """
+    if rope is None:
+        raise InputError("rope table", "nothing", f"fp32 [1, maxPos, rotary] for input {name}", "pass rope=")
+    if rope.shape[1] < max_kv_len:
+        raise InputError(
+            "rope table", f"{rope.shape[1]} positions", f"at least max_kv_len {max_kv_len}", "make a longer one"
+        )
+    return rope
