@@ -67,9 +67,7 @@ def load_source(path: str | os.PathLike[str]) -> Source:
     for part in (content, text):
         if part.get("quantization_config"):
             raise RefusedError(f"{path}: its weights are quantised, and only fp32, fp16 and bf16 weights are exported")
-    text = dict(text)
-    if text.get("layer_types") is not None:
-        text["layer_types"] = [_layer_type(name) for name in text["layer_types"]]
+    text = {**text, "layer_types": _layer_types(text.get("layer_types"))}
     tied = content.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return Source(path, file, folder, text, bool(tied))
 
@@ -87,12 +85,13 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _layer_type(name: object) -> object:
-    if name in QSA_SPELLINGS:
-        return QSA_SPELLINGS[0]
-    if name != LINEAR:
-        raise InputError("config layer_types", name, ", ".join((*QSA_SPELLINGS, LINEAR)), _FIX)
-    return name
+def _layer_types(names: object) -> list[str] | None:
+    if names is None:
+        return None
+    known = dict.fromkeys(QSA_SPELLINGS, QSA_SPELLINGS[0]) | {LINEAR: LINEAR}
+    if not isinstance(names, list) or not all(isinstance(name, str) and name in known for name in names):
+        raise InputError("config layer_types", names, f"a list of {', '.join(known)}", _FIX)
+    return [known[name] for name in names]
 
 
 def hugging_face_config(source: Source) -> Any:

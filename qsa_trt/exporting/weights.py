@@ -227,6 +227,6 @@ def _check_tensor(path: Path, stored: str, shape: Shape, found: tuple[Shape, str
         raise InputError(
             f"{path}, tensor {stored}",
             f"shape {list(found[0])}",
-            f"{list(shape)} by config.json",
-            "give the right pair",
+            f"{list(shape)}, which config.json asks for",
+            "give a config.json and weights that belong together",
         )
