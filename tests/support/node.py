@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from qsa_plugin.contract import INPUT_INDEX, Call, Geometry, Mode, check_call
 from qsa_plugin.specialisation import SPECIALISATIONS
 from qsa_plugin.workspace import layout, sparse_rows
+from qsa_trt import reference
 from qsa_trt.metrics import BF16_TIE_BAND, FP16_TIE_BAND
 from qsa_trt.plugin_host import SURFACES, NodeOutputs, PluginContext, PluginHost, shapes_of
 from tests.support import decode, prefill
@@ -96,10 +97,22 @@ def call_of(context: PluginContext) -> Call:
     return check_call(context.host.geometry, {name: context.shapes[name] for name in INPUT_INDEX})
 
 
+def queries_of(context: PluginContext, inputs: Inputs) -> Array:
+    """Normed and roped queries `[B, Hq, D]` of a decode call, by the reference; zeros where a row is inactive."""
+    geometry, dtype = context.host.geometry, inputs["qkv"].dtype
+    layer = reference._layer(inputs, geometry, reference.Arithmetic(np.dtype(np.float32), dtype))
+    lengths = inputs["context_lengths"]
+    queries = np.zeros((len(lengths), geometry.num_q_heads, geometry.head_size), np.float32)
+    for row in np.flatnonzero(lengths > 0):
+        at = np.array([lengths[row] - 1])
+        queries[row] = reference.prepare(layer, inputs["qkv"][row], inputs["index_qk"][row], at).q[0]
+    return queries
+
+
 def listed_blocks(context: PluginContext) -> NDArray[np.int32]:
-    """What the last call selected: prefill `[B, S - W, K]` block ids, decode `[B, K + 1, 4]` records."""
+    """Block ids that the last call listed: prefill `[B, S - W, K]`, decode `[B, K + 1]`, the open block included."""
     geometry, call = context.host.geometry, call_of(context)
-    name, shape = "blocks", (call.batch, geometry.budget_blocks + 1, 4)
+    name, shape = "blocks", (call.batch, geometry.budget_blocks + 1)
     if call.mode is Mode.PREFILL:
         name, shape = "block_ids", (call.batch, sparse_rows(geometry, call), geometry.budget_blocks)
     return context.buffers["workspace"].read(shape, np.int32, layout(geometry, call).offsets[name])
@@ -109,7 +122,7 @@ def selected_blocks(context: PluginContext, row: int, length: int) -> NDArray[np
     """Complete blocks that a decode row of `length` tokens attended to in the last call, ascending."""
     geometry = context.host.geometry
     chosen = min(length // geometry.indexer_compress_ratio, geometry.budget_blocks)
-    return listed_blocks(context)[row, :chosen, 0].astype(np.int64) // geometry.indexer_compress_ratio
+    return listed_blocks(context)[row, :chosen].astype(np.int64)
 
 
 def result_of(context: PluginContext, outputs: NodeOutputs) -> decode.DecodeResult | prefill.PrefillResult:
