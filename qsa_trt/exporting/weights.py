@@ -165,7 +165,8 @@ class Checkpoint:
         with safe_open(path, framework="pt") as file:  # closed at once: what was read does not stay mapped
             tensor: Tensor = file.get_tensor(stored)
             converted = tensor.to(dtype, copy=True)
-        if converted.isinf().any() and not tensor.isinf().any():
+        lowest, highest = (value.item() for value in converted.aminmax())
+        if math.inf in (-lowest, highest) and torch.stack(tensor.aminmax()).isfinite().all():
             raise RefusedError(
                 f"{path}, tensor {stored}: values up to {tensor.abs().max().item():g} do not fit {dtype}; export with"
                 " --dtype bf16 or fp32; nothing was written"
