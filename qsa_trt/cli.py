@@ -190,7 +190,7 @@ def validate_command(model: str, gpu: bool, as_json: bool, **options: Any) -> in
 @click.option("--cases", metavar="PATTERN[,PATTERN]", help="Only the cases whose names match, as in decode-b1-*.")
 @click.option("--json", type=click.Path(), help="Write the record to this file too.")
 @click.pass_context
-def bench_command(context: click.Context, **options: Any) -> None:
+def bench_command(context: click.Context, /, **options: Any) -> None:
     """Time the plugin on this machine's GPU: whole calls, their kernels, the host, floors and dense attention.
 
     Needs an NVIDIA GPU and any TensorRT package; with PyTorch for CUDA also cuDNN's dense attention is timed.
@@ -207,9 +207,9 @@ def bench_command(context: click.Context, **options: Any) -> None:
 @click.option("--noise", type=float, default=0.05, show_default=True, help="Slowdown that passes, as a fraction.")
 def bench_compare_command(before: str, after: str, noise: float) -> int:
     """Compare two records case by case; exit 1 where something became slower by more than the noise."""
-    from .benchmark import compare
+    from .benchmark import compare_records
 
-    comparison = compare(before, after, noise)
+    comparison = compare_records(before, after, noise)
     click.echo(comparison.summary())
     return 0 if comparison.passed else 1
 
@@ -219,9 +219,26 @@ def bench_compare_command(before: str, after: str, noise: float) -> int:
 @click.option("-o", "--output", type=click.Path(), required=True, help="Where to draw: .svg, .png or .pdf.")
 def bench_plot_command(file: str, output: str) -> None:
     """Draw the record FILE: time against context, this plugin, dense cuDNN, the floor (needs matplotlib)."""
-    from .benchmark import plot
+    from .benchmark import plot_record
 
-    click.echo(f"drew {plot(file, output)}")
+    click.echo(f"drew {plot_record(file, output)}")
+
+
+@cli.command("inspect", epilog=EPILOG)
+@click.argument("file", type=click.Path())
+@click.option("--config", type=click.Path(), help="The model's config.json, for what the graph does not tell.")
+@click.option(
+    "--deserialize",
+    is_flag=True,
+    help="Load the engine with the installed TensorRT too. Engines hold code: only those you trust.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON, and nothing else.")
+def inspect_command(file: str, as_json: bool, **options: Any) -> None:
+    """Say what FILE holds: an ONNX model, patched or not, or a TensorRT engine with its ENGINE.json."""
+    from .inspecting import inspect
+
+    found = inspect(file, **options)
+    click.echo(found.json() if as_json else found.summary())
 
 
 @cli.command("contract", epilog=EPILOG)

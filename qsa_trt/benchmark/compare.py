@@ -55,7 +55,7 @@ class Comparison:
         return "\n".join([*lines, "PASSED" if self.passed else "FAILED"])
 
 
-def compare(before: str | Path, after: str | Path, noise: float = NOISE) -> Comparison:
+def compare_records(before: str | Path, after: str | Path, noise: float = NOISE) -> Comparison:
     """Compare two records.
 
     Args:

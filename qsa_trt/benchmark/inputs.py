@@ -121,11 +121,10 @@ class InputMaker:
         """Pages of the pool, fp16 `[pages, P, Hkv, D+Id]`, perhaps fewer than it has."""
         if case.scores == "normal":
             return self._pages
-        pages = self._pages[: 2 * case.pages_a_sequence].copy()
-        blocks = pages[case.pages_a_sequence :, :: self._geometry.indexer_compress_ratio, 0, self._geometry.head_size :]
-        blocks[:] = block_keys(self._rng, self._geometry, case.scores, blocks.shape[0] * blocks.shape[1]).reshape(
-            blocks.shape
-        )
+        g, plane = self._geometry, case.pages_a_sequence
+        pages = np.resize(self._pages, (2 * plane, *self._pages.shape[1:]))
+        kept = pages[plane:, :: g.indexer_compress_ratio, 0, g.head_size :]  # [pages, blocks a page, Id] of the V plane
+        kept[:] = block_keys(self._rng, g, case.scores, kept.shape[0] * kept.shape[1]).reshape(kept.shape)
         return pages
 
     @functools.cached_property

@@ -20,7 +20,7 @@ from qsa_trt.reference import rotate
 
 Array = NDArray[Any]
 #: Row lengths and bisection steps of the calibration: J within about 0.01.
-_SAMPLES, _STEPS = 16, 14
+_SAMPLES, _STEPS = 24, 14
 #: Pairs of rows that a measurement looks at.
 _PAIRS = 200
 
@@ -75,8 +75,8 @@ def _simulated_products(geometry: Geometry, seq_len: int) -> list[Array]:
     """Products of a row, and noise for the next, `[2, Ih, visible blocks]`, of rows spread over the sparse part."""
     rng = np.random.default_rng(0)
     first, last = geometry.budget_blocks + 1, seq_len // geometry.indexer_compress_ratio
-    visible = np.linspace(first, last, _SAMPLES).astype(int)
-    return [rng.standard_normal((2, geometry.indexer_n_heads, n), np.float32) for n in visible]
+    visible = first + (np.arange(_SAMPLES) + 0.5) / _SAMPLES * (last - first)
+    return [rng.standard_normal((2, geometry.indexer_n_heads, int(n)), np.float32) for n in visible]
 
 
 def correlation_for(geometry: Geometry, seq_len: int, target: float) -> float:

@@ -48,11 +48,11 @@ class Peers:
         g, torch = self._geometry, self._torch
         rows = length if mode is Mode.PREFILL else 1
         attend = torch.nn.functional.scaled_dot_product_attention
-        backend = torch.nn.attention.SDPBackend.CUDNN_ATTENTION
+        attention = importlib.import_module("torch.nn.attention")
         try:
             q = self._random(batch, g.num_q_heads, rows, g.head_size)
             k, v = (self._random(batch, g.num_kv_heads, length, g.head_size) for _ in range(2))
-            with torch.nn.attention.sdpa_kernel(backend):
+            with attention.sdpa_kernel(attention.SDPBackend.CUDNN_ATTENTION):
                 return self._time(lambda: attend(q, k, v, is_causal=mode is Mode.PREFILL, enable_gqa=True))
         except RuntimeError as error:  # also out of memory
             return str(error).splitlines()[0]

@@ -44,7 +44,7 @@ def _other_overlap(case: Json) -> bool:
     return case["jaccard_target"] != 0.9 and case["jaccard"] is not None
 
 
-def plot(file: str | Path, output: str | Path) -> Path:
+def plot_record(file: str | Path, output: str | Path) -> Path:
     """Draw a record; the format is that of the suffix (.svg, .png, .pdf).
 
     Raises:
