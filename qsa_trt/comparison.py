@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from qsa_plugin.contract import EDGE_LLM_NAME, INPUTS, PLUGIN_NAME
 from qsa_plugin.errors import InputError
 
+from .columns import columns
 from .fp32 import save_in_fp32
 from .metrics import cosine, row_error
 from .original import OriginalSession, empty_caches, grown_caches, onnxruntime_errors, split_caches
@@ -98,15 +99,15 @@ class ValidationReport:
 
     def summary(self) -> str:
         """The report for people; the last line is PASSED or FAILED."""
-        width = max(len(c.output) for c in self.comparisons)
-        head = f"{'phase':<8} {'output':<{width}} {'rows':>6} {'ignored':>7} {'error':>8} {'bound':>8}  cosine"
-        lines = [
-            f"{c.phase:<8} {c.output:<{width}} {c.rows:>6} {c.ignored:>7} {c.error:>8.1e} {c.bound:>8.0e}"
-            f"  {c.cosine:.8f}{'' if c.passed else '  FAILED'}"
+        head = ("phase", "output", "rows", "ignored", "error", "bound", "cosine", "")
+        cells = [
+            (c.phase, c.output, c.rows, c.ignored, f"{c.error:.1e}", f"{c.bound:.0e}", f"{c.cosine:.8f}", verdict)
             for c in self.comparisons
+            for verdict in ["" if c.passed else "FAILED"]
         ]
+        lines = columns([head, *cells])
         notes = [f"note: {note}" for note in self.notes]
-        return "\n".join([head, *lines, *notes, "PASSED" if self.passed else "FAILED"])
+        return "\n".join([*lines, *notes, "PASSED" if self.passed else "FAILED"])
 
 
 def validate(

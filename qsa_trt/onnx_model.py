@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from qsa_plugin.contract import EDGE_LLM_NAME, INPUTS, OUTPUTS, PLUGIN_NAME, Geometry
-from qsa_plugin.errors import MissingPackageError
+from qsa_plugin.errors import ContractError, MissingPackageError
 
 from .patching.external_data import read_tensor
 
@@ -43,8 +43,13 @@ def qsa_nodes(model: onnx.ModelProto) -> list[QsaNode]:
 
 def _qsa_node(node: onnx.NodeProto) -> QsaNode:
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    name = node.name or next(iter(node.output), "")
+    operands, expected = (len(node.input), len(node.output)), (len(INPUTS), len(OUTPUTS))
+    if operands != expected:
+        got, wanted = ("{} inputs and {} outputs".format(*pair) for pair in (operands, expected))
+        raise ContractError(f"node {name}", got, wanted, "patch the original model again")
     return QsaNode(
-        name=node.name or node.output[0],
+        name=name,
         geometry=Geometry.from_attributes({k: v for k, v in attributes.items() if isinstance(v, int | float)}),
         inputs=dict(zip((t.name for t in INPUTS), node.input, strict=True)),
         outputs=dict(zip((t.name for t in OUTPUTS), node.output, strict=True)),

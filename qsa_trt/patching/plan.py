@@ -49,7 +49,7 @@ def make_plan(index: GraphIndex, config: Config, dtype: str | None, pool_io: Poo
     cuts = [*plain, *(cut for cut, _ in layers)]
     check_coverage(index, cuts)
     caches = cache_outputs(index, cuts)
-    layers += [(cut, _plain_attributes(index, cut, config, pool_io)) for cut in plain]
+    layers += [(cut, plain_attributes(index, cut, config, pool_io)) for cut in plain]
     plans: list[LayerPlan] = []
     for number, (cut, attributes) in enumerate(layers):
         plan = LayerPlan(number, cut, attributes, *_element_types(index, cut, dtype))
@@ -59,7 +59,7 @@ def make_plan(index: GraphIndex, config: Config, dtype: str | None, pool_io: Poo
     return Plan(plans, caches)
 
 
-def _plain_attributes(index: GraphIndex, cut: PlainCut, config: Config, pool_io: PoolIO) -> Attributes:
+def plain_attributes(index: GraphIndex, cut: PlainCut, config: Config, pool_io: PoolIO) -> Attributes:
     """What the plain operators of a layer say, once they are seen to be QSA and nothing else."""
     attributes = read_attributes(index, cut, config, pool_io)
     check_layout(index, cut, attributes.geometry)
