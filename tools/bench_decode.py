@@ -97,29 +97,61 @@ def profile() -> None:
     del held
 
 
+def attend_of(bench: Bench, params: DecodeParams) -> Launch:
+    """The attention launch that a call takes."""
+    launches, plan = bench.runner.prepare(params), bench.runner.plan(params.call)
+    return launches.clustered[plan.splits] if plan.clustered else launches.attend
+
+
 def measure(bench: Bench, batch: int, ctx: int) -> dict[str, object]:
     """Whole enqueue and stages of one case."""
     params, held = bench.params(batch, ctx)
     runner, stream = bench.runner, params.stream
     runner.run(params)
     whole, spread = bench.microseconds(lambda: runner.run(params))
-    launches, plan = runner.prepare(params), runner.plan(params.call)
-    attend = launches.clustered[plan.splits] if plan.clustered else launches.attend
-
-    def stage(*chain: Launch) -> float:
-        return bench.microseconds(lambda: [kernel(stream, runner.parameters) for kernel in chain])[0]
-
-    stages = {"append": stage(launches.append), "select": stage(launches.select)}
-    if ctx > GEOMETRY.indexer_budget:
-        stages["score"] = stage(launches.score)
-    # a merge needs fresh counters: time attend behind append and take the difference
-    stages["attend"] = stage(launches.append, attend) - stages["append"]
+    attend, plan = attend_of(bench, params), runner.plan(params.call)
+    assert runner.launches is not None
+    score = runner.launches.score
+    stages = {"score": bench.microseconds(lambda: score(stream, runner.parameters))[0]}
+    if plan.clustered or plan.splits == 1:  # the merge in the workspace needs fresh counters
+        stages["attend"] = bench.microseconds(lambda: attend(stream, runner.parameters))[0]
     del held
     split = f"{plan.splits} {'clustered' if plan.clustered else 'in the workspace'}"
     target = TARGETS.get((batch, ctx))
     print(f"B={batch} ctx={ctx}: {whole:.1f} us (+-{spread:.1f}), target {target}; splits {split};", stages)
     return {"batch": batch, "ctx": ctx, "us": whole, "spread_us": spread, "target_us": target, "splits": split,
             "stages_us": stages}  # fmt: skip
+
+
+def distributions(n: int) -> dict[str, np.ndarray]:
+    """Scores of one row whose selection should cost alike."""
+    rng = np.random.default_rng(n)
+    return {
+        "normal": np.abs(rng.standard_normal(n)),
+        "all equal": np.full(n, 2.5),
+        "five values": rng.integers(0, 5, n),
+        "400 high, the rest tied": np.where(rng.permutation(n) < 400, 9.0, 4.0),
+        "all best in one place": np.where(np.arange(n) // 600 == 3, 5.0 + rng.random(n), rng.random(n)),
+        "tiny steps": 1.0 + rng.permutation(n) * 2.0**-23,
+        "sixty decades": 10.0 ** rng.uniform(-30, 30, n),
+    }
+
+
+def measure_selection(bench: Bench, ctx: int) -> dict[str, float]:
+    """Attention with selection of one row, in us, for given scores; their blocks are cached alike after the first."""
+    params, held = bench.params(1, ctx)
+    bench.runner.run(params)
+    attend, workspace, n = attend_of(bench, params), held[-1], ctx // GEOMETRY.indexer_compress_ratio
+    offsets = layout(GEOMETRY, params.call).offsets
+    times = {}
+    for kind, scores in distributions(n).items():
+        host = torch.from_numpy(np.asarray(scores, np.float32))
+        for slot, values in (("scores", host), ("maxima", host.view(-1, 16).amax(1))):
+            raw = values.cuda().view(torch.uint8)
+            workspace[offsets[slot] : offsets[slot] + raw.numel()] = raw
+        times[kind] = bench.microseconds(lambda: attend(params.stream, bench.runner.parameters))[0]
+    print(f"selection and attention, B=1 ctx={ctx}:", {kind: round(us, 2) for kind, us in times.items()})
+    return times
 
 
 def host_time(bench: Bench) -> float:
@@ -141,14 +173,15 @@ def main(out: Path) -> None:
     """Run every case."""
     bench = Bench("float16")
     results = [measure(bench, batch, ctx) for batch, ctx in CASES]
+    selections = {str(ctx): measure_selection(bench, ctx) for ctx in (8192, 32768, 131072)}
     params, held = bench.params(1, 8192, 131072 * 8)
     bench.runner.run(params)
     wide = bench.microseconds(lambda: bench.runner.run(params))[0]
     del held
     host = host_time(bench)
     print(f"B=1 ctx=8192 in tables for 1M tokens: {wide:.1f} us; host: {host:.1f} us an enqueue")
-    record = {"device": torch.cuda.get_device_name(), "steps_a_graph": STEPS, "results": results, "wide_us": wide,
-              "host_us": host}  # fmt: skip
+    record = {"device": torch.cuda.get_device_name(), "steps_a_graph": STEPS, "results": results,
+              "selection_and_attention_us": selections, "wide_us": wide, "host_us": host}  # fmt: skip
     out.write_text(json.dumps(record, indent=1))
 
 

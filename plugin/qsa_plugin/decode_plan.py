@@ -8,18 +8,16 @@ from dataclasses import dataclass, field
 
 from .contract import Call
 from .specialisation import Specialisation, shared_limit
-from .workspace import PARTIAL_ROWS, layout, partial_tiles, score_stride, visible_blocks
+from .workspace import PARTIAL_ROWS, SCORE_TILE, layout, partial_tiles, score_stride, visible_blocks
 
 #: The kernel files of the chain; each holds one entry of its own name.
-DECODE_KERNELS = ("decode_append", "decode_score", "decode_select", "decode_attend")
-#: `DecodeParams` of kernels/decode.cuh: 19 pointers, 7 int32, 2 fp32.
-LAYOUT = "19Q7i2f"
+DECODE_KERNELS = ("decode_score", "decode_attend")
+#: `DecodeParams` of kernels/decode.cuh: 19 pointers, 6 int32, 2 fp32.
+LAYOUT = "19Q6i2f"
 
-APPEND_WARPS = 8  # WARPS of decode_append.cu
-SCORE_TILE = 16  # TILE of decode_score.cu
-SCORE_WARPS = 8
+SCORE_WARPS = 8  # WARPS of decode_score.cu
 SCORE_BLOCKS_AN_SM = 2  # that its registers allow
-SELECT_THREADS = 1024
+SCORE_TILES_A_BLOCK = 4  # at least: fewer blocks leave processors to decode_attend, which starts beside them
 MAX_SPLITS = 16  # MAX_SPLITS of decode_attend.cu
 #: Costs of decode_attend in tiles: what a block does besides its tiles, and the two kinds of merge.
 _BLOCK_COST, _CLUSTER_MERGE_COST, _WORKSPACE_MERGE_COST, _WORKSPACE_SPLIT_COST = 2.0, 1.0, 2.5, 0.15
@@ -45,15 +43,13 @@ class DecodePlan:
     """Grids, splits and workspace offsets of one decode call.
 
     Attributes:
-        append_ctas: blocks a row of decode_append.
-        score_ctas: blocks a row of decode_score.
+        score_ctas: blocks a row of decode_score that score; one more appends the token.
         score_stride: scores from one row to the next.
         splits: split-K splits of decode_attend.
         clustered: whether the splits of a (row, KV head) are one cluster.
-        offsets: of query, index_query, live, scores, blocks, partials, stats, counters in the workspace.
+        offsets: of live, scores, maxima, blocks, partials, stats, counters in the workspace.
     """
 
-    append_ctas: int
     score_ctas: int
     score_stride: int
     splits: int
@@ -87,12 +83,13 @@ class AttendShape:
 
     def shared_bytes(self, spec: Specialisation, clustered: bool) -> int:
         """The `Shared` struct of the kernel."""
-        ring = 2 * self.stages * self.tile * spec.head_size * 2
+        ring = max(2 * self.stages * self.tile * spec.head_size * 2, 8 * spec.geometry.budget_blocks)
         query = PARTIAL_ROWS * spec.head_size * 2
         received = MAX_SPLITS * PARTIAL_ROWS * 8 + max(spec.head_size // 8, MAX_SPLITS) * spec.geometry.group_size * 32
         prob = PARTIAL_ROWS * (self.tile + 8) * 2
         stats = (2 * self.warps + MAX_SPLITS) * PARTIAL_ROWS * 4
-        return ring + max(query, received if clustered else 0) + prob + stats + 16
+        select = 48 * self.warps + 4 * 33 + 4 * (spec.geometry.budget_blocks + 1)
+        return ring + max(query, received if clustered else 0) + prob + stats + select + 16
 
     def tuning(self, spec: Specialisation, clustered: bool) -> dict[str, int]:
         """The defines of the kernel file."""
@@ -113,23 +110,11 @@ def attend_shape(spec: Specialisation, capability: tuple[int, int]) -> AttendSha
     raise AssertionError("every head size fits the smallest shared memory")
 
 
-def select_quads(capability: tuple[int, int]) -> int:
-    """Quads of scores a thread that decode_select keeps in shared memory."""
-    return 4 if shared_limit(capability) < 150 * 1024 else 8
-
-
-def select_shared(capability: tuple[int, int]) -> int:
-    """Dynamic shared bytes of decode_select."""
-    return select_quads(capability) * (SELECT_THREADS + 1) * 16
-
-
 def decode_tunings(spec: Specialisation, capability: tuple[int, int]) -> list[tuple[str, dict[str, int]]]:
     """(kernel, defines) of every cubin that this capability loads; decode_attend comes last, once or twice."""
     shape = attend_shape(spec, capability)
     return [
-        ("decode_append", {}),
         ("decode_score", {}),
-        ("decode_select", {"SELECT_QUADS": select_quads(capability)}),
         ("decode_attend", shape.tuning(spec, clustered=False)),
         *([("decode_attend", shape.tuning(spec, clustered=True))] if cluster_sizes(capability) else []),
     ]
@@ -138,14 +123,14 @@ def decode_tunings(spec: Specialisation, capability: tuple[int, int]) -> list[tu
 def plan_decode(spec: Specialisation, call: Call, limits: DeviceLimits) -> DecodePlan:
     """The plan of one call."""
     geometry = spec.geometry
-    score_tiles = math.ceil(max(visible_blocks(geometry, call), 1) / SCORE_TILE)
-    query_heads = geometry.num_q_heads + geometry.indexer_n_heads
+    blocks = visible_blocks(geometry, call)
+    scored = blocks > geometry.budget_blocks  # some length needs scores
+    most = max(1, SCORE_BLOCKS_AN_SM * limits.sm_count // call.batch)
     splits, clustered = _choose_splits(spec, call, limits)
     offsets = layout(geometry, call).offsets
-    slots = ("query", "index_query", "live", "scores", "blocks", "partials", "stats", "counters")
+    slots = ("live", "scores", "maxima", "blocks", "partials", "stats", "counters")
     return DecodePlan(
-        append_ctas=1 + math.ceil(query_heads / APPEND_WARPS),
-        score_ctas=max(1, min(SCORE_BLOCKS_AN_SM * limits.sm_count // call.batch, score_tiles)),
+        score_ctas=min(most, math.ceil(blocks / (SCORE_TILE * SCORE_TILES_A_BLOCK))) if scored else 0,
         score_stride=score_stride(geometry, call),
         splits=splits,
         clustered=clustered,

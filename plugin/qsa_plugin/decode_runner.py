@@ -1,7 +1,7 @@
-"""Decode: one token per sequence, four kernels, one parameter struct.
+"""Decode: one token per sequence, two kernels, one parameter struct.
 
-append (norm, RoPE, pool writes), score (every complete block), select (exact best blocks), attend (split-K). Lengths
-and page tables are read on the device alone.
+score (the token's pool writes, and the score of every complete block), attend (the queries, exact best blocks, split-K
+attention). Lengths and page tables are read on the device alone.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ from dataclasses import dataclass
 from . import jit
 from .contract import Call, Geometry
 from .decode_plan import (
-    APPEND_WARPS,
     LAYOUT,
     SCORE_WARPS,
-    SELECT_THREADS,
     DecodePlan,
     DeviceLimits,
     attend_shape,
     cluster_sizes,
     decode_tunings,
     plan_decode,
-    select_shared,
 )
 from .errors import QsaError
 from .launch import Launch, ParamBlock, sm_count
@@ -70,9 +67,7 @@ class DecodeParams:
 class DecodeLaunches:
     """The loaded kernels. `clustered` holds one launch of decode_attend for every cluster size."""
 
-    append: Launch
     score: Launch
-    select: Launch
     attend: Launch
     clustered: dict[int, Launch]
 
@@ -119,16 +114,11 @@ class QsaSparseDecodeRunner:
         """
         launches = self.prepare(params)
         call, stream, parameters = params.call, params.stream, self.parameters
-        geometry, plan = self._geometry, self.plan(call)
-        launches.append.grid(call.batch * plan.append_ctas)
-        launches.append(stream, parameters)
-        if call.max_kv_len // geometry.indexer_compress_ratio > geometry.budget_blocks:  # some length needs scores
-            launches.score.grid(call.batch * plan.score_ctas)
-            launches.score(stream, parameters)
-        launches.select.grid(call.batch)
-        launches.select(stream, parameters)
+        plan = self.plan(call)
+        launches.score.grid(call.batch * (1 + plan.score_ctas))
+        launches.score(stream, parameters)
         attend = launches.clustered[plan.splits] if plan.clustered else launches.attend
-        attend.grid(call.batch * geometry.num_kv_heads * plan.splits)
+        attend.grid(call.batch * self._geometry.num_kv_heads * plan.splits)
         attend(stream, parameters)
 
     def prepare(self, params: DecodeParams) -> DecodeLaunches:
@@ -150,8 +140,8 @@ class QsaSparseDecodeRunner:
             params.indexer_q_norm_gamma,
             params.indexer_k_norm_gamma,
             params.attn_output,
+            0,
             *[workspace + offset for offset in plan.offsets],
-            call.batch,
             call.pages_per_seq,
             call.num_pages,
             call.max_positions,
@@ -168,17 +158,15 @@ class QsaSparseDecodeRunner:
         return plan_decode(self.specialisation, call, self._limits)
 
     def _load(self) -> DecodeLaunches:
-        """Every kernel but the first may start before the one in front of it ends (where the device can do that)."""
+        """Each kernel may start before the one in front of it ends, where the device can do that."""
         spec, capability = self.specialisation, self._capability
         dependent = capability >= (9, 0)
-        append, score, select, *attends = (
+        score, *attends = (
             jit.kernels(name, spec, [name], tuning)[0] for name, tuning in decode_tunings(spec, capability)
         )
         shape = attend_shape(spec, capability)
         return DecodeLaunches(
-            append=Launch(append, APPEND_WARPS * 32),
             score=Launch(score, SCORE_WARPS * 32, dependent=dependent),
-            select=Launch(select, SELECT_THREADS, select_shared(capability), dependent=dependent),
             attend=Launch(attends[0], shape.threads, shape.shared_bytes(spec, clustered=False), dependent=dependent),
             clustered={
                 size: Launch(attends[1], shape.threads, shape.shared_bytes(spec, clustered=True), dependent, size)

@@ -10,10 +10,11 @@ import math
 
 from . import jit
 from .contract import PAGE_SIZE, Geometry
-from .decode_plan import LAYOUT, SCORE_BLOCKS_AN_SM, SCORE_TILE, SCORE_WARPS
+from .decode_plan import LAYOUT, SCORE_BLOCKS_AN_SM, SCORE_WARPS
 from .launch import Launch, ParamBlock, sm_count
 from .prefill_launchers import PrefillLaunchers
 from .specialisation import Specialisation
+from .workspace import SCORE_TILE
 
 
 class StageLaunchers(PrefillLaunchers):
@@ -30,7 +31,7 @@ class StageLaunchers(PrefillLaunchers):
 
     def __init__(self, spec: Specialisation, geometry: Geometry, portable: bool = False) -> None:
         super().__init__(spec, geometry, portable)
-        (kernel,) = jit.kernels("decode_score", spec, ["decode_score"], {"SCORE_ALWAYS": 1})
+        (kernel,) = jit.kernels("decode_score", spec, ["decode_score"], {"SCORE_STAGE": 1})
         self._score = Launch(kernel, SCORE_WARPS * 32), ParamBlock(LAYOUT)
         self._score_blocks = SCORE_BLOCKS_AN_SM * sm_count()
 
@@ -95,9 +96,9 @@ class StageLaunchers(PrefillLaunchers):
         tiles = math.ceil(pages_per_seq * PAGE_SIZE / self.geometry.indexer_compress_ratio / SCORE_TILE)
         blocks_a_row = max(1, min(self._score_blocks // batch, tiles))
         pointers = [0] * 19
-        pointers[2], pointers[3], pointers[5], pointers[12] = pool, context_lengths, page_table, queries
-        pointers[13], pointers[14] = context_lengths, scores
+        pointers[2], pointers[3], pointers[5], pointers[11] = pool, context_lengths, page_table, queries
+        pointers[13] = scores
         max_positions = pages_per_seq * PAGE_SIZE
-        block.pack(*pointers, batch, pages_per_seq, num_pages, max_positions, stride, blocks_a_row, 1, 0.0, 0.0)
+        block.pack(*pointers, pages_per_seq, num_pages, max_positions, stride, blocks_a_row, 1, 0.0, 0.0)
         launch.grid(batch * blocks_a_row)
         launch(stream, block)

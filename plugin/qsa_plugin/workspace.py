@@ -15,12 +15,16 @@ from .contract import Call, Geometry, Mode
 
 #: Every slot starts at a multiple of this many bytes, which is also what the workspace itself must be aligned to.
 ALIGNMENT = 256
-#: Thread blocks of prefill selection at most, each with a scratch of `ROW_TILE` rows of scores; two an SM are used.
-SELECT_WORKERS = 296
-#: Rows and blocks that are scored together in prefill (kernels/prefill_score.cuh).
-ROW_TILE, BLOCK_TILE = 16, 32
+#: Rows that prefill selects from at a time at most: 296 thread blocks of 16 rows, or 148 of 32.
+SELECT_ROWS = 4736
+#: Blocks that are scored before selection goes over them, a multiple of `BLOCK_TILE` (kernels/prefill_select.cuh).
+SELECT_CHUNK = 2048
+#: Rows a thread block of prefill selection has at most, and blocks that are scored together.
+MAX_ROW_TILE, BLOCK_TILE = 32, 64
 #: Neighbouring sparse rows at most whose blocks are attended to together (MEMBER_BITS of kernels/prefill.cuh).
 MAX_UNION_ROWS = 10
+#: Blocks that decode scores together, and one of whose scores stands for all at first (kernels/decode.cuh).
+SCORE_TILE = 16
 #: Rows of split-K partials: the tensor-core tile that holds up to 16 query heads of one KV head.
 PARTIAL_ROWS = 16
 #: Splits of decode attention that every batch may use.
@@ -60,17 +64,32 @@ def union_elements(geometry: Geometry, call: Call) -> int:
 
 
 def score_elements(geometry: Geometry, call: Call) -> int:
-    """fp32 scores kept at a time: all of decode's; in prefill a row tile for each thread block of the selection."""
+    """fp32 scores kept at a time: all of decode's; in prefill a chunk, and scores and ids of candidates, of some rows."""
     if call.mode is Mode.DECODE:
         return call.batch * score_stride(geometry, call)
-    stride = math.ceil(visible_blocks(geometry, call) / BLOCK_TILE) * BLOCK_TILE
-    tiles = call.batch * math.ceil(sparse_rows(geometry, call) / ROW_TILE)
-    return min(SELECT_WORKERS, tiles) * ROW_TILE * stride
+    rows = call.batch * math.ceil(sparse_rows(geometry, call) / MAX_ROW_TILE) * MAX_ROW_TILE
+    chunk, candidates = select_sizes(geometry, visible_blocks(geometry, call))
+    return min(SELECT_ROWS, rows) * (chunk + 2 * candidates)
+
+
+def select_sizes(geometry: Geometry, blocks: int) -> tuple[int, int]:
+    """Blocks that are scored at a time, and candidates that are kept, for a prefill row of so many blocks.
+
+    A row of one chunk needs no list of candidates; longer ones keep MAX_CANDIDATES of kernels/prefill_select.cuh and
+    what a chunk adds.
+    """
+    chunk = min(SELECT_CHUNK, max(1, math.ceil(blocks / BLOCK_TILE)) * BLOCK_TILE)
+    return chunk, max(2 * geometry.budget_blocks, 1024) + chunk if blocks > chunk else 0
 
 
 def score_stride(geometry: Geometry, call: Call) -> int:
     """Scores from one decode row to the next: rows start at 16-byte boundaries."""
     return math.ceil(visible_blocks(geometry, call) / 4) * 4
+
+
+def maxima_stride(geometry: Geometry, call: Call) -> int:
+    """Largest scores of `SCORE_TILE` blocks from one decode row to the next: rows start at 16-byte boundaries."""
+    return math.ceil(score_stride(geometry, call) / (4 * SCORE_TILE)) * 4
 
 
 def partial_tiles(geometry: Geometry, call: Call) -> int:
@@ -83,21 +102,20 @@ _DECODE = (Mode.DECODE,)
 _PREFILL = (Mode.PREFILL,)
 
 SLOTS: tuple[Slot, ...] = (
-    # normed and roped queries, surface dtype; prefill keeps the main ones in its output
-    Slot("query", _DECODE, 2, lambda g, c: (c.batch, c.seq_len, g.num_q_heads, g.head_size)),
-    Slot("index_query", _DECODE, 2, lambda g, c: (c.batch, c.seq_len, g.indexer_n_heads, g.indexer_head_dim)),
+    # normed and roped indexer queries, surface dtype; prefill keeps the main ones in its output, decode on the chip
     Slot("index_rows", _PREFILL, 2, lambda g, c: (c.batch, sparse_rows(g, c), g.indexer_n_heads, g.indexer_head_dim)),
-    # fp32 block scores
+    # fp32 block scores, and the largest of each group of them
     Slot("scores", _BOTH, 4, lambda g, c: (score_elements(g, c),)),
+    Slot("maxima", _DECODE, 4, lambda g, c: (c.batch, maxima_stride(g, c))),
     # int32 real rows and past length of each sequence; selected block ids, ascending; union of a tile's block ids with
     # the rows that selected them, and how many there are
     Slot("rows", _PREFILL, 4, lambda g, c: (2, c.batch)),
     Slot("block_ids", _PREFILL, 4, lambda g, c: (c.batch, sparse_rows(g, c), g.budget_blocks)),
     Slot("union", _PREFILL, 4, lambda g, c: (c.batch, union_elements(g, c))),
     Slot("union_counts", _PREFILL, 4, lambda g, c: (c.batch, sparse_rows(g, c), 4)),
-    # int32 length of a row, 0 where nothing is done; int32 (first token, K page, V page, -) of each listed block
+    # int32 length of a row, 0 where nothing is done; int32 ids of the listed blocks
     Slot("live", _DECODE, 4, lambda g, c: (c.batch,)),
-    Slot("blocks", _DECODE, 4, lambda g, c: (c.batch, g.budget_blocks + 1, 4)),
+    Slot("blocks", _DECODE, 4, lambda g, c: (c.batch, g.budget_blocks + 1)),
     # fp32 split-K partial outputs, their row maxima and sums, int32 arrival counters
     Slot("partials", _DECODE, 4, lambda g, c: (partial_tiles(g, c), PARTIAL_ROWS, g.head_size)),
     Slot("stats", _DECODE, 4, lambda g, c: (partial_tiles(g, c), 2, PARTIAL_ROWS)),

@@ -74,9 +74,7 @@ class DecodeHost:
         g, call = self.geometry, self.call
         for name, buffer in {**self.buffers, "attn_output": self.output, "workspace": self.workspace}.items():
             assert buffer.intact(), f"something wrote outside {name}"
-        blocks = self.workspace.read(
-            (call.batch, g.budget_blocks + 1, 4), np.int32, self.layout.offsets["blocks"]
-        )  # [B, listed, (token, K page, V page, -)]
+        blocks = self.workspace.read((call.batch, g.budget_blocks + 1), np.int32, self.layout.offsets["blocks"])
         return DecodeResult(
             self.output.read((call.batch, g.num_q_heads, g.head_size), self.dtype),
             self.buffers["past_key_value"].read(self.inputs["past_key_value"].shape, self.dtype),
@@ -86,7 +84,7 @@ class DecodeHost:
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """What one call left: output `[B, Hq, D]`, the pool, and the listed blocks `[B, budget/R + 1, 4]`."""
+    """What one call left: output `[B, Hq, D]`, the pool, and the ids of the listed blocks `[B, budget/R + 1]`."""
 
     output: Array
     pool: Array
@@ -96,10 +94,10 @@ class DecodeResult:
         """The tokens that row attended to, in the order of the list."""
         ratio = geometry.indexer_compress_ratio
         chosen = min(length // ratio, geometry.budget_blocks)
-        first = self.blocks[row, :chosen, 0].astype(np.int64)
+        first = self.blocks[row, :chosen].astype(np.int64) * ratio
         tail = np.arange(length // ratio * ratio, length)
         if tail.size:
-            assert self.blocks[row, chosen, 0] == tail[0]
+            assert self.blocks[row, chosen] == tail[0] // ratio
         return np.concatenate([(first[:, None] + np.arange(ratio)).ravel(), tail])
 
 

@@ -198,6 +198,10 @@ __device__ __forceinline__ uint32_t score_key(float score) {
     const uint32_t bits = __float_as_uint(score + 0.f);  // -0 + 0 = +0
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
+__device__ __forceinline__ float score_of_key(uint32_t key) {  // inverse of score_key
+    if (key == 0u) return __uint_as_float(0x7fffffffu);
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
 
 // ------------------------------------------------------------------------------------------------ PTX wrappers
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {

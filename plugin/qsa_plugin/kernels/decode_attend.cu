@@ -1,10 +1,9 @@
-// Decode, kernel 4: attention of one row's query heads over its listed tokens, split over the tokens (split-K).
+// Decode, kernel 2: attention of one row's query heads over its listed tokens, split over the tokens (split-K).
 //   A thread block takes one KV head of one row and a contiguous range of tiles of 8 tokens a warp. The warps share the
 //   work of a tile twice: each computes the scores and probabilities of its own 8 tokens for all 16 head rows, then each
 //   multiplies the whole tile's probabilities with its share of the value columns. Softmax in fp32, base 2.
-//   The partial results are merged in the order of the splits, so that the result is bitwise repeatable: with clusters
-//   each block sends every other block its share of the columns through distributed shared memory; without, the last
-//   block of a (row, KV head) to finish reads all of them back from the workspace.
+//   Before that, each block prepares its query heads and selects the row's best blocks for itself: a selection is shorter
+//   than a kernel of its own with the list in global memory, and what depends on inputs alone runs beside kernel 1.
 #include "decode.cuh"
 
 #ifndef ATTEND_WARPS
@@ -33,6 +32,8 @@ constexpr int PASSES = TILE / TOKENS_A_PASS;
 constexpr int PROB_PITCH = TILE + 8;           // surface elements: rows 16 bytes apart modulo 128
 static_assert(COLUMN_TILES >= 1 && PASSES >= 1, "too many warps for this head size");
 
+#include "decode_select.cuh"
+
 struct Stage {
     surf_t k[TILE * D];
     surf_t v[TILE * D];
@@ -53,12 +54,17 @@ union Reused {
 #endif
 };
 struct Shared {
-    Stage stages[STAGES];
+    union {
+        Stage stages[STAGES];
+        int lists[2][BUDGET_BLOCKS];  // of the selection, before the first tile
+    };
     Reused reused;
     surf_t prob[ROWS][PROB_PITCH];
     float maximum[WARPS][ROWS];   // of the warps' tokens
     float sum[WARPS][ROWS];
     float weights[MAX_SPLITS][ROWS];  // of the splits in the merge, divided by the sum of all
+    SelectScratch select;
+    int list[BUDGET_BLOCKS + 1];  // ids of this thread block's listed blocks, where they were selected
     int last;
 };
 static_assert(sizeof(Shared) <= ATTEND_SHARED, "the launch reserves too little shared memory");
@@ -69,16 +75,47 @@ __device__ __forceinline__ int swizzled(int token, int chunk) {
     return (token * CHUNKS + (chunk ^ key)) * 8;
 }
 
+// The query heads of this KV head, normed and roped, into shared memory; zeros in the rows past GROUP.
+__device__ __forceinline__ void prepare_queries(const DecodeParams& p, Shared& shared, int row, int head, int position,
+                                                int warp, int lane) {
+    constexpr int E = D / 32, HEADS_A_WARP = (ROWS + WARPS - 1) / WARPS;
+    static_assert(sizeof(Stage) >= WARPS * ROTARY * sizeof(float), "a stage serves as the buffer of RoPE");
+    float* buffer = reinterpret_cast<float*>(shared.stages + STAGES - 1) + warp * ROTARY;
+    const surf_t* heads = p.qkv + static_cast<int64_t>(row) * QKV_WIDTH + head * GROUP * D;
+    float x[HEADS_A_WARP][E] = {}, gamma[E];
+    Rope<E> rope;
+#pragma unroll
+    for (int i = 0; i < HEADS_A_WARP; ++i)
+        if (warp + i * WARPS < GROUP) load_row(heads + (warp + i * WARPS) * D, lane, x[i]);
+    load_row(p.q_gamma, lane, gamma);
+    load_rope(rope, p.cos_sin + static_cast<int64_t>(position) * ROTARY, lane);
+#pragma unroll
+    for (int i = 0; i < HEADS_A_WARP; ++i) {
+        const int r = warp + i * WARPS, element = lane * E;
+        if (r >= ROWS) continue;
+        if (r < GROUP) {
+            warp_norm_main(x[i], gamma, p.eps);
+            warp_rope(x[i], rope, buffer, lane);
+        }
+        store_row(shared.reused.q + swizzled(r, element / 8) + element % 8 - element, lane, x[i]);
+    }
+}
+
 // Where this thread's tokens of one tile lie. Read well before the tile is loaded, so that the lookup is off the path.
 struct Lookup {
-    int4 block[PASSES];
+    int block[PASSES];
+    Pages pages[PASSES];
 };
 
-__device__ __forceinline__ void look_up(Lookup& lookup, const Block* list, int tile, int tokens) {
+// list: ids of the listed blocks from `first` on; null: every block is listed.
+__device__ __forceinline__ void look_up(Lookup& lookup, const DecodeParams& p, int row, const int* list, int first,
+                                        int tile, int tokens) {
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
         const int i = tile * TILE + pass * TOKENS_A_PASS + threadIdx.x / LOAD_LANES;
-        if (i < tokens) lookup.block[pass] = __ldcg(reinterpret_cast<const int4*>(list + i / R));
+        if (i >= tokens) continue;
+        lookup.block[pass] = list == nullptr ? i / R : list[i / R - first];
+        lookup.pages[pass] = pages_in_range(p, row, lookup.block[pass] * R / PAGE);
     }
 }
 
@@ -89,10 +126,9 @@ __device__ __forceinline__ void load_tile(Stage& stage, const Lookup& lookup, co
     for (int pass = 0; pass < PASSES; ++pass) {
         const int token = pass * TOKENS_A_PASS + threadIdx.x / LOAD_LANES, i = tile * TILE + token;
         const bool exists = i < tokens;  // missing tokens become zeros: their probability is 0, and 0 * NaN is not
-        const int4 block = lookup.block[pass];
-        const int page_row = (block.x + i % R) % PAGE;
-        const surf_t* k = pool + (exists ? pool_offset(block.y, page_row, head) + lane * 8 : 0);
-        const surf_t* v = pool + (exists ? pool_offset(block.z, page_row, head) + lane * 8 : 0);
+        const int page_row = (lookup.block[pass] * R + i % R) % PAGE;
+        const surf_t* k = pool + (exists ? pool_offset(lookup.pages[pass].k, page_row, head) + lane * 8 : 0);
+        const surf_t* v = pool + (exists ? pool_offset(lookup.pages[pass].v, page_row, head) + lane * 8 : 0);
         const int to = swizzled(token, lane);  // further chunks are 8 * LOAD_LANES elements on: the swizzle keeps them
 #pragma unroll
         for (int j = 0; j < LOADS; ++j) cp_async_16(stage.k + to + j * 64, k + (exists ? j * 64 : 0), exists);
@@ -171,155 +207,28 @@ __device__ __forceinline__ void value_tile(float (&acc)[COLUMN_TILES][4], const 
     }
 }
 
-__device__ void store_zeros(const DecodeParams& p, int row, int head) {
-    surf_t* out = p.output + (static_cast<int64_t>(row) * HQ + head * GROUP) * D;
-    for (int i = threadIdx.x; i < GROUP * D / 2; i += THREADS) reinterpret_cast<uint32_t*>(out)[i] = 0u;
-}
+#include "decode_merge.cuh"
 
-__device__ __forceinline__ void store_pair(const DecodeParams& p, int row, int head, int r, int column, float low,
-                                           float high) {
-    surf_t* out = p.output + (static_cast<int64_t>(row) * HQ + head * GROUP + r) * D + column;
-    *reinterpret_cast<uint32_t*>(out) = pack_surface(low, high);
-}
-
-// The sum of each row over all warps, in the order of the warps; ends behind a barrier, in shared.sum[0].
-__device__ __forceinline__ void sum_rows(Softmax& state, Shared& shared, int warp, int g, int t) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        float sum = state.sum[half];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        if (t == 0) shared.sum[warp][g + 8 * half] = sum;
-        if (t == 0 && warp == 0) shared.maximum[0][g + 8 * half] = state.maximum[half];
-    }
-    __syncthreads();
-    if (threadIdx.x < ROWS) {
-        float sum = shared.sum[0][threadIdx.x];
-#pragma unroll
-        for (int w = 1; w < WARPS; ++w) sum += shared.sum[w][threadIdx.x];
-        shared.sum[0][threadIdx.x] = sum;
+// The ids of the listed blocks [first, first + own), into shared memory, and those of KV head 0 to the workspace as well.
+__device__ __forceinline__ void list_blocks(const DecodeParams& p, Shared& shared, int row, int head, int length, int first,
+                                            int own) {
+    const int n = complete_blocks(length);
+    int* blocks = p.blocks + static_cast<int64_t>(row) * (BUDGET_BLOCKS + 1);
+    const auto put = [&](int rank, int id) {
+        if (static_cast<unsigned>(rank - first) >= static_cast<unsigned>(own)) return;
+        shared.list[rank - first] = id;
+        if (head == 0) blocks[rank] = id;
+    };
+    if (n <= BUDGET_BLOCKS) {
+        for (int i = first + threadIdx.x; i < first + own; i += THREADS) put(i, i);  // the tail is block n
+    } else {
+        if (threadIdx.x == 0) put(BUDGET_BLOCKS, n);
+        select_blocks(p.scores + static_cast<int64_t>(row) * p.score_stride,
+                      p.maxima + static_cast<int64_t>(row) * maxima_stride(p), n, BUDGET_BLOCKS,
+                      shared.lists, shared.select, first, first + own, put);
     }
     __syncthreads();
 }
-
-// The merged row = sum_s 2^(m_s - m) acc_s / sum_s 2^(m_s - m) l_s. Fills shared.weights with 2^(m_s - m) / (the lower
-// sum), one row a half warp, one split a lane; stats(s, r) gives (m_s, l_s). Ends behind a barrier.
-template <class Stats>
-__device__ __forceinline__ void weigh_splits(Shared& shared, int active, const Stats& stats) {
-    const int s = threadIdx.x % 16;
-    for (int r = threadIdx.x / 16; r < ROWS; r += THREADS / 16) {
-        const float2 mine = s < active && r < GROUP ? stats(s, r) : make_float2(minus_infinity(), 0.f);
-        float maximum = mine.x;
-#pragma unroll
-        for (int step = 8; step > 0; step >>= 1) maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffffu, maximum, step));
-        const float weight = s < active && r < GROUP ? exp2f(mine.x - maximum) : 0.f;
-        float sum = weight * mine.y;
-#pragma unroll
-        for (int step = 8; step > 0; step >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-        shared.weights[s][r] = weight * __frcp_rn(sum);
-    }
-    __syncthreads();
-}
-
-#if ATTEND_CLUSTER
-__device__ __forceinline__ void send(Shared& shared, const float (&acc)[COLUMN_TILES][4], int split, int splits, int warp,
-                                     int g, int t) {
-    const int tiles_a_block = (ALL_COLUMN_TILES + splits - 1) / splits;
-#pragma unroll
-    for (int column = 0; column < COLUMN_TILES; ++column) {
-        const int tile = warp * COLUMN_TILES + column;
-        const int slot = (split * tiles_a_block + tile / splits) * GROUP * 4 + t;
-        const uint32_t to = cluster_address(shared.reused.received.parts + slot, tile % splits);
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            if (g + 8 * half < GROUP)
-                st_cluster(to + (g + 8 * half) * 4 * sizeof(float2), acc[column][2 * half], acc[column][2 * half + 1]);
-    }
-    for (int i = threadIdx.x; i < splits * ROWS; i += THREADS) {
-        const int r = i % ROWS;
-        st_cluster(cluster_address(&shared.reused.received.stats[split][r], i / ROWS), shared.maximum[0][r],
-                   shared.sum[0][r]);
-    }
-}
-
-__device__ __forceinline__ void merge_received(const DecodeParams& p, Shared& shared, int row, int head, int rank,
-                                               int active) {
-    const Received& received = shared.reused.received;
-    weigh_splits(shared, active, [&](int s, int r) { return received.stats[s][r]; });
-    const int tiles_a_block = (ALL_COLUMN_TILES + p.splits - 1) / p.splits;
-    for (int i = threadIdx.x; i < tiles_a_block * GROUP * 4; i += THREADS) {
-        const int r = i / 4 % GROUP, tile = i / (GROUP * 4) * p.splits + rank;
-        if (tile >= ALL_COLUMN_TILES) continue;
-        float low = 0.f, high = 0.f;
-#pragma unroll 8
-        for (int s = 0; s < active; ++s) {
-            const float2 part = received.parts[s * tiles_a_block * GROUP * 4 + i];
-            low = fmaf(shared.weights[s][r], part.x, low);
-            high = fmaf(shared.weights[s][r], part.y, high);
-        }
-        store_pair(p, row, head, r, tile * 8 + i % 4 * 2, low, high);
-    }
-}
-#else
-// Partial results and statistics to the workspace; true in the block that came last.
-__device__ __forceinline__ bool leave_partial(const DecodeParams& p, Shared& shared, const float (&acc)[COLUMN_TILES][4],
-                                              int row, int head, int split, int active, int warp, int g, int t) {
-    const int64_t slice = (static_cast<int64_t>(row) * HKV + head) * p.splits + split;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int r = g + 8 * half;
-        if (r >= GROUP) continue;
-#pragma unroll
-        for (int column = 0; column < COLUMN_TILES; ++column)
-            *reinterpret_cast<float2*>(p.partials + (slice * ROWS + r) * D + (warp * COLUMN_TILES + column) * 8 + 2 * t) =
-                make_float2(acc[column][2 * half], acc[column][2 * half + 1]);
-    }
-    if (threadIdx.x < GROUP) {
-        p.stats[slice * 2 * ROWS + threadIdx.x] = shared.maximum[0][threadIdx.x];
-        p.stats[slice * 2 * ROWS + ROWS + threadIdx.x] = shared.sum[0][threadIdx.x];
-    }
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) shared.last = atomicAdd(p.counters + row * HKV + head, 1) == active - 1;
-    __syncthreads();
-    __threadfence();
-    return shared.last;
-}
-
-__device__ __forceinline__ void merge_partials(const DecodeParams& p, Shared& shared, int row, int head, int active) {
-    constexpr int QUADS = GROUP * D / 4;  // float4 of the result
-    constexpr int ITEMS = (QUADS + THREADS - 1) / THREADS;
-    const int64_t first = (static_cast<int64_t>(row) * HKV + head) * p.splits;
-    const float* stats = p.stats + first * 2 * ROWS;
-    weigh_splits(shared, active, [&](int s, int r) {
-        return make_float2(__ldcg(stats + s * 2 * ROWS + r), __ldcg(stats + s * 2 * ROWS + ROWS + r));
-    });
-    float4 total[ITEMS] = {};
-#pragma unroll 2
-    for (int s = 0; s < active; ++s) {
-        const float4* parts = reinterpret_cast<const float4*>(p.partials + (first + s) * ROWS * D);
-#pragma unroll
-        for (int item = 0; item < ITEMS; ++item) {
-            const int i = item * THREADS + threadIdx.x;
-            if (i >= QUADS) continue;
-            const float weight = shared.weights[s][i / (D / 4)];
-            const float4 part = __ldcg(parts + i);
-            total[item].x = fmaf(weight, part.x, total[item].x);
-            total[item].y = fmaf(weight, part.y, total[item].y);
-            total[item].z = fmaf(weight, part.z, total[item].z);
-            total[item].w = fmaf(weight, part.w, total[item].w);
-        }
-    }
-#pragma unroll
-    for (int item = 0; item < ITEMS; ++item) {
-        const int i = item * THREADS + threadIdx.x;
-        if (i >= QUADS) continue;
-        const int r = i / (D / 4), column = i % (D / 4) * 4;
-        store_pair(p, row, head, r, column, total[item].x, total[item].y);
-        store_pair(p, row, head, r, column + 2, total[item].z, total[item].w);
-    }
-}
-#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __grid_constant__ DecodeParams p) {
     extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -330,32 +239,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __g
     const int tokens = listed_tokens(length), tiles = (tokens + TILE - 1) / TILE, active = min(p.splits, tiles);
     const int begin = split < active ? tiles * split / active : 0;  // never empty for an active split
     const int end = split < active ? tiles * (split + 1) / active : 0;
-    const Block* list = p.blocks + static_cast<int64_t>(row) * (BUDGET_BLOCKS + 1);
-    grid_dependency_wait();
-    const int live = __ldcg(p.live + row);  // read beside the first look-up, not before it
+    const int first = begin * TILE / R, own = min(end * TILE / R, listed_blocks(length)) - first;
+    const bool selecting = complete_blocks(length) > BUDGET_BLOCKS;
 
-    // prologue: queries and the first STAGES - 1 tiles on their way
-    Lookup lookup[STAGES];
+    // what depends on inputs and earlier steps alone
+    if (length > 0) prepare_queries(p, shared, row, head, length - 1, warp, lane);
+    const int loaded_first = min(begin + STAGES - 1, end);
+    const auto load_first = [&](const int* list) {
+        Lookup lookup;
 #pragma unroll
-    for (int s = 0; s < STAGES; ++s) look_up(lookup[s], list, begin + s, begin + s < end ? tokens : 0);
+        for (int s = 0; s < STAGES - 1; ++s) {
+            if (begin + s < loaded_first) {
+                look_up(lookup, p, row, list, first, begin + s, tokens);
+                load_tile(shared.stages[s], lookup, p.pool, head, begin + s, tokens);
+            }
+            cp_async_commit();
+        }
+    };
+    const bool early = !selecting && loaded_first < tiles;  // the new token is in the last tile
+    if (early) load_first(nullptr);
+    if (selecting)  // the row's page table through L1, so that later look-ups are short
+        for (int i = threadIdx.x * 32; i * PAGE < length; i += THREADS * 32) {
+            const Pages pages = pages_in_range(p, row, i);
+            asm volatile("" ::"r"(pages.k), "r"(pages.v));
+        }
+    grid_dependency_wait();
+    grid_dependency_launch();
+    const int live = __ldcg(p.live + row);  // on its way beside the scores
+    if (split < active) list_blocks(p, shared, row, head, length, first, own);
     if (live == 0) {  // the same in all blocks of the row
+        cp_async_wait<0>();
         if (split == 0) store_zeros(p, row, head);
         return;
     }
 #if !ATTEND_CLUSTER
     if (split >= active) return;
 #endif
-    const surf_t* q = p.q + (static_cast<int64_t>(row) * HQ + head * GROUP) * D;
-    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS)
-        cp_async_16(shared.reused.q + swizzled(i / CHUNKS, i % CHUNKS), i / CHUNKS < GROUP ? q + i * 8 : q,
-                    i / CHUNKS < GROUP);
-    cp_async_commit();
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s) {
-        if (begin + s < end) load_tile(shared.stages[s], lookup[s], p.pool, head, begin + s, tokens);
-        cp_async_commit();
-    }
-    cp_async_wait<STAGES - 1>();
+    const int* list = selecting ? shared.list : nullptr;
+    if (!early) load_first(list);
+    Lookup next;
+    look_up(next, p, row, list, first, begin + STAGES - 1, begin + STAGES - 1 < end ? tokens : 0);
     __syncthreads();
     uint32_t q_fragment[STEPS][4];
 #pragma unroll
@@ -368,7 +291,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __g
     float acc[COLUMN_TILES][4] = {};
     Softmax state = {{minus_infinity(), minus_infinity()}, {0.f, 0.f}};
     const float scale = p.scale * LOG2_E;  // softmax in base 2
-    Lookup next = lookup[STAGES - 1];
     int slot = 0;
     for (int tile = begin; tile < end; ++tile) {
         cp_async_wait<STAGES - 2>();
@@ -376,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __g
         const int coming = tile + STAGES - 1;
         if (coming < end) load_tile(shared.stages[(slot + STAGES - 1) % STAGES], next, p.pool, head, coming, tokens);
         cp_async_commit();
-        if (coming + 1 < end) look_up(next, list, coming + 1, tokens);
+        if (coming + 1 < end) look_up(next, p, row, list, first, coming + 1, tokens);
 
         float s[4], factor[2];
         score_tile(s, q_fragment, shared.stages[slot].k, warp, lane);

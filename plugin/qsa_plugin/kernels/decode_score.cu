@@ -1,31 +1,34 @@
-// Decode, kernel 2: the score of every complete block of every row, from the block keys in the pool's V tails.
-// A warp takes tiles of 16 blocks, which always lie in one page. Nothing to do while every block is selected anyway.
-// Block keys of earlier steps are loaded before this kernel waits for the one in front, which writes the last one only.
-#include "decode.cuh"
+// Decode, kernel 1: the new token, and the score of every complete block of every row.
+//   block 0 of a row appends the token (decode_append.cuh); the others score, each with index queries that it prepares
+//   for itself, so that neither waits for the other. The block key that this token completes is not in the pool yet: the
+//   warp that scores its block computes it too.
+// A warp takes tiles of 16 blocks, which always lie in one page, with the block keys straight from the pool's V tails.
+// Nothing is scored while every block is selected anyway.
+#include "decode_append.cuh"
 
-#ifndef SCORE_ALWAYS
-#define SCORE_ALWAYS 0  // 1: also where every block is selected anyway
+#ifndef SCORE_STAGE
+#define SCORE_STAGE 0  // 1: the stage alone: queries come prepared, every row is scored, nothing is appended
 #endif
-constexpr int WARPS = 8;
-constexpr int TILE = 16;
+constexpr int WARPS = APPEND_WARPS;
 constexpr int PIECES = ID / 32;  // 16-byte pieces of a row that one lane holds
-static_assert(TILE * R <= PAGE, "a tile lies in one page");
+static_assert(SCORE_TILE * R <= PAGE, "a tile lies in one page");
+static_assert(IH <= WARPS, "one warp an indexer head");
 
 struct Keys {
     uint4 piece[2][PIECES];  // of block rows g and g + 8 of a tile
 };
 
-// This lane's pieces of one tile; zeros for blocks that do not exist and pages that are not V pages.
-__device__ __forceinline__ void load_keys(Keys& keys, const DecodeParams& p, const int* v_pages, int tile, int blocks,
+// This lane's pieces of one tile; zeros for blocks that the pool does not hold and pages that are not V pages.
+__device__ __forceinline__ void load_keys(Keys& keys, const DecodeParams& p, const int* v_pages, int tile, int stored,
                                           int g, int t) {
-    const int first = tile * TILE * R;  // token
-    const int page = tile * TILE < blocks ? v_pages[first / PAGE] : 0;
+    const int first = tile * SCORE_TILE * R;  // token
+    const int page = tile * SCORE_TILE < stored ? v_pages[first / PAGE] : 0;
     const bool page_exists = page >= p.num_pages && page - p.num_pages < p.num_pages;
     const surf_t* source = p.pool + pool_offset(page, first % PAGE, 0) + D + 8 * t;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int block = g + 8 * half;
-        const bool exists = page_exists && tile * TILE + block < blocks;
+        const bool exists = page_exists && tile * SCORE_TILE + block < stored;
         const surf_t* row = source + static_cast<int64_t>(block) * R * HKV * POOL_WIDTH;
 #pragma unroll
         for (int j = 0; j < PIECES; ++j)
@@ -33,47 +36,94 @@ __device__ __forceinline__ void load_keys(Keys& keys, const DecodeParams& p, con
     }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_score(const __grid_constant__ DecodeParams p) {
-    const int row = blockIdx.x / p.score_ctas, cta = blockIdx.x % p.score_ctas;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int g = lane / 4, t = lane % 4;
-    const int step = WARPS * p.score_ctas;  // tiles
-    const int blocks = complete_blocks(length_in_reach(p, row)), tiles = (blocks + TILE - 1) / TILE;
-    const int* v_pages = p.page_table + (static_cast<int64_t>(row) * 2 + 1) * p.pages_per_seq;
-    const bool needed = blocks > (SCORE_ALWAYS ? 0 : BUDGET_BLOCKS);
+// Puts the block key that this token completes in its place. Called by a whole warp.
+__device__ __forceinline__ void put_last_key(Keys& keys, const DecodeParams& p, int row, int length, surf_t* key,
+                                             float* buffer, int g, int t) {
+    const int lane = threadIdx.x % 32, place = (length / R - 1) % SCORE_TILE;
+    float x[INDEX_E], mean[INDEX_E];
+    load_row(p.index_qk + static_cast<int64_t>(row) * INDEX_WIDTH + IH * ID, lane, x);
+    complete_block_key(p, pages_in_range(p, row, (length - 1) / PAGE).k, length - 1, x, mean, buffer);
+    store_row(key, lane, mean);
+    __syncwarp();
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int j = 0; j < PIECES; ++j)
+            if (g + 8 * half == place) keys.piece[half][j] = *reinterpret_cast<const uint4*>(key + 32 * j + 8 * t);
+}
 
-    int tile = cta + warp * p.score_ctas;
-    Keys keys;
-    const bool early = needed && tile < tiles - 1;  // the last tile holds the block that this token may complete
-    if (early) load_keys(keys, p, v_pages, tile, blocks, g, t);
+struct Shared {
+    surf_t queries[IH][ID];
+    surf_t last_key[ID];
+    float buffers[WARPS][ROTARY];
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_score(const __grid_constant__ DecodeParams p) {
+#if !SCORE_STAGE
+    __shared__ __align__(16) Shared shared;
+#endif
+    const int parts = p.score_ctas + !SCORE_STAGE;
+    const int row = blockIdx.x / parts, cta = static_cast<int>(blockIdx.x % parts) - !SCORE_STAGE;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     grid_dependency_wait();
     grid_dependency_launch();
-    if (!needed || tile >= tiles) return;
-    if (!early) load_keys(keys, p, v_pages, tile, blocks, g, t);
-    const int live = p.live[row];
-
-    uint4 query[PIECES];  // column g of the mma: indexer head g; through L1, since every warp of the row reads it
-#pragma unroll
-    for (int j = 0; j < PIECES; ++j) query[j] = make_uint4(0, 0, 0, 0);
-    if (g < IH) {
-        const surf_t* head = p.index_q + (static_cast<int64_t>(row) * IH + g) * ID + 8 * t;
-#pragma unroll
-        for (int j = 0; j < PIECES; ++j) query[j] = *reinterpret_cast<const uint4*>(head + 32 * j);
+    const int length = length_in_reach(p, row);  // the same in the whole block
+#if !SCORE_STAGE
+    if (cta < 0) {
+        append_token(p, row, length, shared.buffers[warp]);
+        return;
     }
+#endif
+    const int blocks = complete_blocks(length), tiles = (blocks + SCORE_TILE - 1) / SCORE_TILE;
+    if (blocks <= (SCORE_STAGE ? 0 : BUDGET_BLOCKS) || cta >= tiles) return;
+    const int* v_pages = p.page_table + (static_cast<int64_t>(row) * 2 + 1) * p.pages_per_seq;
+    const int stored = SCORE_STAGE ? blocks : (length - 1) / R;  // block keys in the pool
+    const int step = WARPS * p.score_ctas;                       // tiles
+    int tile = cta + warp * p.score_ctas;
+    Keys keys;
+    load_keys(keys, p, v_pages, tile, stored, g, t);
 
-    if (live == 0) return;
+#if SCORE_STAGE
+    const surf_t* queries = p.queries + static_cast<int64_t>(row) * IH * ID;
+#else
+    const surf_t* queries = shared.queries[0];
+    const int head = WARPS - 1 - warp;  // the last warps: the first ones may have the last key to make
+    if (head < IH) {
+        float x[INDEX_E], weight[INDEX_E];
+        Rope<INDEX_E> rope;
+        load_row(p.index_qk + static_cast<int64_t>(row) * INDEX_WIDTH + head * ID, lane, x);
+        load_row(p.iq_weight, lane, weight);
+        load_rope(rope, p.cos_sin + static_cast<int64_t>(length - 1) * ROTARY, lane);
+        warp_norm_indexer(x, weight, p.eps);
+        warp_rope(x, rope, shared.buffers[warp], lane);
+        store_row(shared.queries[head], lane, x);
+    }
+    __syncthreads();
+#endif
+    uint4 query[PIECES];  // column g of the mma: indexer head g
+#pragma unroll
+    for (int j = 0; j < PIECES; ++j)
+        query[j] = g < IH ? *reinterpret_cast<const uint4*>(queries + g * ID + 32 * j + 8 * t) : make_uint4(0, 0, 0, 0);
+
     float* scores = p.scores + static_cast<int64_t>(row) * p.score_stride;
-    while (true) {
+    for (; tile < tiles; tile += step) {
         Keys next;
-        if (tile + step < tiles) load_keys(next, p, v_pages, tile + step, blocks, g, t);
+        if (tile + step < tiles) load_keys(next, p, v_pages, tile + step, stored, g, t);
+#if !SCORE_STAGE
+        if (tile == tiles - 1 && length % R == 0)
+            put_last_key(keys, p, row, length, shared.last_key, shared.buffers[warp], g, t);
+#endif
         float dots[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
         for (int j = 0; j < PIECES; ++j) score_mma(dots, keys.piece[0][j], keys.piece[1][j], query[j]);
         const float low = score_of_quad(dots[0], dots[1], t), high = score_of_quad(dots[2], dots[3], t);
-        const int block = tile * TILE + g + 8 * (t & 1);
-        if (t < 2 && block < blocks) scores[block] = t == 0 ? low : high;
-        tile += step;
-        if (tile >= tiles) return;
+        const int block = tile * SCORE_TILE + g + 8 * (t & 1);
+        const float score = (t & 1) == 0 ? low : high;
+        if (t < 2 && block < blocks) scores[block] = score;
+#if !SCORE_STAGE
+        const uint32_t highest = __reduce_max_sync(0xffffffffu, block < blocks ? score_key(score) : 0u);
+        if (lane == 0) p.maxima[static_cast<int64_t>(row) * maxima_stride(p) + tile] = score_of_key(highest);
+#endif
         keys = next;
     }
 }

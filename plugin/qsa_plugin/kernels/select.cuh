@@ -97,11 +97,6 @@ struct Threshold {
     int ties;
 };
 
-__device__ __forceinline__ float score_of_key(uint32_t key) {  // inverse of score_key
-    if (key == 0u) return __uint_as_float(0x7fffffffu);
-    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
-
 // Exclusive sum over the block of one int a thread. Callers have a barrier between two uses.
 __device__ __forceinline__ int block_exclusive_sum(int value, int* warp_sums) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
