@@ -13,8 +13,10 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
+#: Names of the files in the cache folder, unfinished ones too.
+_CACHED = re.compile(r"\w+-sm_\w+-[0-9a-f]{40}\.(cubin|log)\w*")
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,36 @@ class Cubin:
     def resources(self) -> dict[str, Resources]:
         """The report by entry name."""
         return parse_report(self.log)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel file to be compiled: its name without suffix, and what for."""
+
+    name: str
+    specialisation: Specialisation
+    tuning: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        """The generated translation unit."""
+        return unit_source(self.name, {**self.specialisation.defines(), **self.tuning})
+
+    @property
+    def path(self) -> Path:
+        """Where the cubin lies in the cache once it is compiled."""
+        arch = self.specialisation.arch
+        return cache_folder() / f"{self.name}-{arch}-{cache_key(self.name, self.source, arch)[:40]}.cubin"
+
+
+def cached_files() -> list[Path]:
+    """What `compile_kernel` has left in the cache folder; other files in it are not ours.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    folder = cache_folder()
+    return sorted(file for file in folder.iterdir() if _CACHED.fullmatch(file.name)) if folder.is_dir() else []
 
 
 def parse_report(log: str) -> dict[str, Resources]:
@@ -112,14 +146,14 @@ def compile_kernel(name: str, specialisation: Specialisation, tuning: Mapping[st
         FailedError: the compiler refused; the message holds its first error, the cause its whole log.
         MissingPackageError: the CUDA headers are not installed.
     """
-    source = unit_source(name, {**specialisation.defines(), **(tuning or {})})
-    stem = f"{name}-{specialisation.arch}-{cache_key(name, source, specialisation.arch)[:40]}"
-    code_path, log_path = cache_folder() / f"{stem}.cubin", cache_folder() / f"{stem}.log"
+    job = Job(name, specialisation, tuning or {})
+    code_path = job.path
+    log_path = code_path.with_suffix(".log")
     try:
         return Cubin(name, code_path.read_bytes(), log_path.read_text())
     except OSError:
         pass  # not cached, or a cache that cannot be read: compile
-    cubin = _compile(name, source, specialisation.arch)
+    cubin = _compile(name, job.source, specialisation.arch)
     _write_atomically(log_path, cubin.log.encode())  # the log first: a cubin in the cache always has its log
     _write_atomically(code_path, cubin.code)
     return cubin
@@ -194,9 +228,36 @@ def load(name: str, specialisation: Specialisation, tuning: Mapping[str, int] | 
         return _loaded[key]
 
 
+#: What `kernels` returns while it only notes; a `Launch` of it loads nothing and cannot be launched.
+NOTED = object()
+_noted: ContextVar[list[Job] | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[list[Job]]:
+    """In this context `kernels` compiles and loads nothing: the list says what it was asked for. It needs no GPU."""
+    jobs: list[Job] = []
+    token = _noted.set(jobs)
+    try:
+        yield jobs
+    finally:
+        _noted.reset(token)
+
+
+def only_notes() -> bool:
+    """Whether this is the context of a `noting`."""
+    return _noted.get() is not None
+
+
 def kernels(
     name: str, specialisation: Specialisation, entries: Sequence[str], tuning: Mapping[str, int] | None = None
 ) -> list[Any]:
     """The loaded `cuda.core.Kernel` objects of `entries`, in that order."""
+    noted = _noted.get()
+    if noted is not None:
+        job = Job(name, specialisation, dict(tuning or {}))
+        if job not in noted:
+            noted.append(job)
+        return [NOTED] * len(entries)
     code = load(name, specialisation, tuning)
     return [code.get_kernel(entry) for entry in entries]

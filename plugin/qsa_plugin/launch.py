@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from . import jit
 from .errors import FailedError
 
 
@@ -56,6 +57,8 @@ class Launch:
     def __init__(
         self, kernel: Any, block: int, shared_bytes: int = 0, dependent: bool = False, cluster: int = 1
     ) -> None:
+        if kernel is jit.NOTED:
+            return
         from cuda.bindings import driver
 
         self._launch = driver.cuLaunchKernelEx
@@ -103,7 +106,9 @@ class Launch:
         return function
 
     def clusters_at_a_time(self) -> int:
-        """Clusters of this launch that the device runs at a time; 0 where it cannot run them."""
+        """Clusters of this launch that the device runs at a time; 0 where it cannot run them, or is not asked."""
+        if jit.only_notes():
+            return 0
         from cuda.bindings import driver
 
         self.grid(self._cluster)
@@ -135,7 +140,9 @@ class Launch:
 
 
 def sm_count() -> int:
-    """Multiprocessors of the current device."""
+    """Multiprocessors of the current device; 1 where kernels are only noted."""
+    if jit.only_notes():
+        return 1
     from cuda.core import Device
 
     return int(Device().properties.multiprocessor_count)

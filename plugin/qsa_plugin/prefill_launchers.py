@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from . import jit
 from .contract import Geometry
 from .launch import Launch, ParamBlock
+from .launch import sm_count as _sm_count
 from .specialisation import Specialisation, shared_limit
 from .workspace import BLOCK_TILE, MAX_UNION_ROWS, ROW_TILE, SELECT_WORKERS
 
@@ -450,9 +451,3 @@ class PrefillLaunchers:
 def score_stride(blocks: int) -> int:
     """Scores from one row to the next: blocks rounded up to what an mma takes."""
     return max(1, math.ceil(blocks / BLOCK_TILE)) * BLOCK_TILE
-
-
-def _sm_count() -> int:
-    from cuda.core import Device
-
-    return int(Device().properties.multiprocessor_count)
