@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qsa_plugin.errors import InputError, MissingPackageError
+from qsa_trt.new_file import new_file
 
 from .record import Json, read_record
 
@@ -17,6 +18,7 @@ _STYLES = {
     "dense": ("dense attention (cuDNN)", "#b23a48", "-"),
     "floor": ("least possible", "#777777", "--"),
 }
+_SUFFIXES = (".svg", ".png", ".pdf")
 Points = Mapping[int, float]
 
 
@@ -48,11 +50,13 @@ def plot_record(file: str | Path, output: str | Path) -> Path:
     """Draw a record; the format is that of the suffix (.svg, .png, .pdf).
 
     Raises:
-        InputError: no record, or one without a case that the plot shows.
+        InputError: no record, one without a case that the plot shows, or a suffix of no such format.
         MissingPackageError: matplotlib is not installed.
     """
-    record = read_record(file)
-    panels = [("prefill", 1, "prefill of one prompt"), ("decode", 1, "decode, 1 sequence"),
+    record, output = read_record(file), Path(output)
+    if output.suffix not in _SUFFIXES or not output.parent.is_dir():
+        raise InputError("OUT", output, f"a file in an existing folder, {' or '.join(_SUFFIXES)}", "correct -o")
+    panels = [("prefill", 1, "prefill, neighbouring rows' Jaccard 0.9"), ("decode", 1, "decode, 1 sequence"),
               ("decode", 64, "decode, 64 sequences")]  # fmt: skip
     drawn = [(title, lines) for mode, batch, title in panels if (lines := series(record, mode, batch))]
     if not drawn:
@@ -61,13 +65,15 @@ def plot_record(file: str | Path, output: str | Path) -> Path:
     figure, axes = pyplot.subplots(1, len(drawn), figsize=(3.6 * len(drawn), 3.4), squeeze=False)
     for axis, (title, lines) in zip(axes[0], drawn, strict=True):
         _panel(axis, title, lines)
-    axes[0][0].set_ylabel("time of one call, µs")
+    axes[0][0].set_ylabel("time of one call")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncols=len(labels), frameon=False)
     figure.text(0.01, 0.01, f"{record['gpu']['name']}, fp16, {record['date'][:10]}", fontsize=7, color="#777777")
     figure.tight_layout(rect=(0, 0.03, 1, 0.92))
-    output = Path(output)
-    figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)
+    suffix = output.suffix.removeprefix(".")
+    with new_file(output) as temporary:
+        figure.savefig(temporary, format=suffix, metadata={"Date": None} if suffix == "svg" else None)
+        temporary.replace(output)
     pyplot.close(figure)
     return output
 
@@ -80,6 +86,7 @@ def _panel(axis: Any, title: str, lines: Mapping[str, Points]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(ticks, [f"{length >> 10}K" for length in ticks])
+    axis.yaxis.set_major_formatter(lambda us, _: f"{us:g} µs" if us < 1000 else f"{us / 1000:g} ms")
     axis.set_title(title, fontsize=10)
     axis.set_xlabel("tokens of context")
     axis.grid(True, which="major", color="#dddddd", linewidth=0.6)
@@ -94,5 +101,5 @@ def _pyplot() -> Any:
         fix = "pip install 'qsa-trt[plot]'"
         raise MissingPackageError("matplotlib", "no installation", "the Python package matplotlib", fix) from error
     matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "qsa-trt", "font.size": 8})
+    matplotlib.rcParams.update({"svg.hashsalt": "qsa-trt", "svg.fonttype": "none", "font.size": 8})
     return importlib.import_module("matplotlib.pyplot")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from qsa_plugin.errors import InputError
+from qsa_trt.new_file import new_file
 
 from .cases import HOST_CASE, HOST_TARGET_US
 from .host import HostTime
@@ -92,17 +92,9 @@ class Record:
 
     def write(self, path: str | Path) -> None:
         """As JSON, all or nothing."""
-        path = Path(path)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-            temporary = Path(file.name)
-            try:
-                json.dump(asdict(self), file, indent=1)
-                file.write("\n")
-            except BaseException:
-                temporary.unlink()
-                raise
-        temporary.chmod(0o644)
-        temporary.replace(path)
+        with new_file(Path(path)) as temporary:
+            temporary.write_text(json.dumps(asdict(self), indent=1) + "\n")
+            temporary.replace(path)
 
     def summary(self) -> str:
         """The tables."""

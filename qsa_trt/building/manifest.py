@@ -19,7 +19,7 @@ from qsa_plugin import contract
 from qsa_plugin.errors import FailedError
 
 from .. import __version__
-from ..patching.files import new_file
+from ..new_file import new_file
 from .network import PREVIEW_FEATURE, BuildOptions, uses_alias
 from .patched_model import PatchedModel, QsaNode
 from .profiles import Profile, Shape, Sizes

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from qsa_plugin.errors import FailedError, InputError
 
-from ..patching.files import check_writable, new_file
+from ..new_file import new_file
+from ..patching.files import check_writable
 from .trace import Weight
 
 #: Above this size weights go to a file of their own, unless an option says otherwise.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import filecmp
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,6 +15,7 @@ from google.protobuf.message import DecodeError, EncodeError  # type: ignore[imp
 
 from qsa_plugin.errors import FailedError, InputError
 
+from ..new_file import new_file
 from .external_data import is_external, set_location
 from .well_formed import all_tensors, check_well_formed
 
@@ -105,25 +104,6 @@ def check_writable(output: Path) -> None:
         raise InputError(
             "OUT", output, f"a writable file ({error.strerror})", "check the permissions, or " + _OTHER_NAME
         ) from error
-
-
-@contextlib.contextmanager
-def new_file(target: Path) -> Iterator[Path]:
-    """A new empty file beside `target`, to be moved onto it when it is complete; whatever is left of it goes."""
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    os.close(handle)
-    path = Path(name)
-    try:
-        path.chmod(0o666 & ~_umask())
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    current = os.umask(0o077)
-    os.umask(current)
-    return current
 
 
 def check_output(source: ModelFile, output: Path, external_data: ExternalData = "copy") -> None:

@@ -51,3 +51,12 @@ def test_nothing_to_draw(tmp_path: Path) -> None:
     make_record([case_result("decode-b16-8192", 1, batch=16)]).write(tmp_path / "a.json")
     with pytest.raises(InputError, match="a record with prefill or decode cases"):
         plot_record(tmp_path / "a.json", tmp_path / "a.svg")
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a", "absent/a.svg"])
+def test_where_it_cannot_draw(name: str, tmp_path: Path) -> None:
+    RECORD.write(tmp_path / "a.json")
+    with pytest.raises(
+        InputError, match=r"OUT: got .*; expected a file in an existing folder, \.svg or"
+    ):
+        plot_record(tmp_path / "a.json", tmp_path / name)
