@@ -15,8 +15,8 @@ from qsa_plugin import contract
 from qsa_plugin.errors import QsaError
 
 from . import __version__
+from .machine_commands import EPILOG, cache_command
 
-EPILOG = "Exit codes: 0 done; 1 refused or failed; 2 wrong input, found before any work; 130 interrupted."
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -239,6 +239,9 @@ def inspect_command(file: str, as_json: bool, **options: Any) -> None:
 
     found = inspect(file, **options)
     click.echo(found.json() if as_json else found.summary())
+
+
+cli.add_command(cache_command)
 
 
 @cli.command("contract", epilog=EPILOG)
