@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?= -n 2 -m 'not compile_table'
 
-.PHONY: help demo test check format oracle models compile-test gpu-test clean
+.PHONY: help demo test check format oracle models compile-test gpu-test bench clean
 
 help:  ## show these lines
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +46,9 @@ compile-test: $(NVRTCS:%=compile-test-%)  ## compile every kernel for every arch
 
 compile-test-%: $(VENV)-nvrtc-%/.made
 	$(<D)/bin/python -m pytest -n 2 -m compile_table --nvrtc=$(basename $*) tests/plugin/test_*_compile.py
+
+bench: $(VENV)/.oracle  ## time the plugin on this machine's GPU; BENCH_ARGS='--quick --json FILE'
+	$(BIN)/qsa-trt bench $(BENCH_ARGS)
 
 gpu-test: $(VENV)/.oracle  ## run the CUDA kernels on this machine's GPU
 	$(BIN)/python -m pytest -m gpu
