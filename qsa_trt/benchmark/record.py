@@ -64,6 +64,14 @@ class CaseResult:
     notes: Sequence[str] = ()
     skipped: str | None = None
 
+    def line(self) -> str:
+        """The times in one line, for the progress of a long run."""
+        if self.hot is None:
+            return f"{self.name}: skipped: {self.skipped}"
+        others = {"cold": self.cold, "dense": self.dense}
+        times = [f"{name} {_us(sample.us)}" for name, sample in others.items() if sample]
+        return f"{self.name}: {', '.join([f'{_us(self.hot.us)} us', *times, stage_line(self.stages_us)])}"
+
 
 @dataclass(frozen=True)
 class Record:
@@ -169,8 +177,13 @@ def _target(case: Json, by_name: Mapping[str, Json]) -> str:
 
 def _stage_table(cases: Sequence[Json]) -> str:
     rows = [["what each kernel adds, us"]]
-    rows += [[c["name"], "  ".join(f"{k} {_us(v)}" for k, v in c["stages_us"].items())] for c in cases]
+    rows += [[case["name"], stage_line(case["stages_us"])] for case in cases if case["stages_us"]]
     return "\n".join("  ".join(row) for row in rows)
+
+
+def stage_line(stages: Mapping[str, float]) -> str:
+    """What each kernel adds, in order."""
+    return "  ".join(f"{name} {_us(us)}" for name, us in stages.items())
 
 
 def _host_line(host: Json) -> str:

@@ -123,7 +123,7 @@ class _Run:
             result = replace(result, skipped=reason)
         else:
             result = self._with_peer(case, self._timed(case, plugin, result))
-        self._report(f"{case.name}: {f'{result.hot.us:.1f} us' if result.hot else result.skipped}")
+        self._report(result.line())
         return result
 
     def _timed(self, case: Case, plugin: PluginHost, result: CaseResult) -> CaseResult:
