@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.requirements import needs_onnxruntime, needs_rtx
+from tests.support.requirements import needs_onnxruntime, needs_oracle, needs_rtx
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -20,11 +20,22 @@ BLOCKS = re.findall(r"^```bash\n(.*?)^```", README, flags=re.MULTILINE | re.DOTA
 
 def test_there_are_commands_to_run() -> None:
     assert len(BLOCKS) >= 4
-    for command in ("qsa-trt patch-onnx", "qsa-trt build-engine", "polygraphy run", "polygraphy convert"):
+    for command in (
+        "qsa-trt patch-onnx",
+        "qsa-trt export",
+        "qsa-trt build-engine",
+        "polygraphy run",
+        "polygraphy convert",
+    ):
         assert any(command in block for block in BLOCKS), command
 
 
-@pytest.mark.parametrize("block", [pytest.param(b, marks=needs_rtx, id=f"block {i}") for i, b in enumerate(BLOCKS)])
+def marks(block: str) -> list[pytest.MarkDecorator]:
+    """Engines are built without a GPU; exports need torch and transformers."""
+    return [*needs_rtx, *(needs_oracle if "qsa-trt export" in block else [])]
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, marks=marks(b), id=f"block {i}") for i, b in enumerate(BLOCKS)])
 @needs_onnxruntime
 def test_commands(block: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "models", tmp_path / "models")

@@ -16,6 +16,7 @@ from qsa_plugin import contract
 from qsa_plugin.errors import InputError, QsaError, RefusedError
 from qsa_trt import __version__, cli
 from qsa_trt.building import build_engine
+from qsa_trt.exporting import export_onnx
 from qsa_trt.patching import patch_onnx
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -31,7 +32,9 @@ def test_version_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--version") == (0, f"qsa-trt, version {__version__}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["patch-onnx", "--help"], ["build-engine", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["patch-onnx", "--help"], ["export", "--help"], ["build-engine", "--help"]]
+)
 def test_help_states_the_exit_codes(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     code, out, _ = run(capsys, *arguments)
     assert code == 0
@@ -46,6 +49,9 @@ def test_help_states_the_exit_codes(capsys: pytest.CaptureFixture[str], argument
         (["patch-onnx", "m.onnx", "--dtype", "int8"], "'int8' is not one of 'fp16', 'bf16', 'fp32'"),
         (["patch-onnx", "m.onnx", "--pool-io", "x"], "'x' is not one of 'in-place', 'alias', 'copy'"),
         (["patch-onnx", "m.onnx", "--max-positions", "many"], "'many' is not a valid integer"),
+        (["export", "-o", "m.onnx"], "Missing argument 'CHECKPOINT_OR_CONFIG'"),
+        (["export", "folder"], "Missing option '-o'"),
+        (["export", "folder", "-o", "m.onnx", "--random-init", "x"], "'x' is not a valid integer"),
         (["build-engine"], "Missing argument 'MODEL'"),
         (["build-engine", "m.onnx", "--max-batch", "two"], "'two' is not a valid integer"),
     ],
@@ -59,9 +65,9 @@ def test_wrong_arguments_print_one_line_and_exit_2(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["patch-onnx", "build-engine"])
-def test_a_missing_file_prints_one_line_and_exits_2(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    code, out, err = run(capsys, command, "absent.onnx")
+@pytest.mark.parametrize("command", [["patch-onnx"], ["build-engine"], ["export", "-o", "m.onnx"]])
+def test_a_missing_file_prints_one_line_and_exits_2(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    code, out, err = run(capsys, *command, "absent.onnx")
     assert (code, out) == (2, "")
     assert "absent.onnx" in err
     assert err.count("\n") == 1
@@ -93,7 +99,9 @@ def test_exit_codes_follow_the_error_tree(
         assert str(error) in err
 
 
-@pytest.mark.parametrize(("command", "function"), [("patch-onnx", patch_onnx), ("build-engine", build_engine)])
+@pytest.mark.parametrize(
+    ("command", "function"), [("patch-onnx", patch_onnx), ("export", export_onnx), ("build-engine", build_engine)]
+)
 def test_every_option_is_a_keyword_of_the_same_name(command: str, function: Callable[..., object]) -> None:
     options = [parameter.name for parameter in cli.cli.commands[command].params]
     assert sorted(options) == sorted(inspect.signature(function).parameters)

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from qsa_trt.exporting import export_onnx
 from qsa_trt.metrics import row_error
+from qsa_trt.onnx_model import open_session
 from qsa_trt.patching import patch_onnx
-from qsa_trt.recording import PatchedSession, open_session
+from qsa_trt.recording import PatchedSession
 from tests.support.requirements import needs_onnxruntime, needs_oracle
 
 pytestmark = [*needs_oracle, needs_onnxruntime]

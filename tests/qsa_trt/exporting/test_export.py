@@ -311,7 +311,7 @@ class TestUse:
     @needs_onnxruntime
     def test_the_data_loader_feeds_it(self, exported: Path) -> None:
         from qsa_trt.data_loader import QsaData
-        from qsa_trt.recording import open_session
+        from qsa_trt.onnx_model import open_session
 
         model = onnx.load(exported)
         data = QsaData()
