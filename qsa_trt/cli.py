@@ -7,6 +7,7 @@ work started (arguments, files, missing packages); 130 interrupted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -65,6 +66,11 @@ def cli() -> None:
     show_default=True,
     help="What becomes of weights in external files when OUT is in another folder: copied, hard-linked (copied where "
     "that is impossible), or referenced, where they lie below OUT's folder.",
+)
+@click.option(
+    "--fuse-qkv",
+    is_flag=True,
+    help="Merge the projections of every layer into one MatMul. What is made of external weights goes to OUT.qkv.data.",
 )
 @click.option("--verify", is_flag=True, help="Compare the result with MODEL in onnxruntime before it is kept.")
 @click.option("--dry-run", is_flag=True, help="Print what would be done; write nothing.")
@@ -166,21 +172,36 @@ def build_engine_command(model: str, output: str | None, workspace: str | None, 
 @click.option("--lengths", metavar="N[,N]", help="Prompt lengths, one a sequence.  [default: 160,97,33]")
 @click.option("--decode-steps", type=int, help="Tokens decoded after each prompt.  [default: 40]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
+@click.option("--cuda-graph", is_flag=True, help="Of an engine: decode by replaying a CUDA graph.")
 @click.option("--gpu", is_flag=True, help="Compare the plugin on this machine's GPU, layer by layer, with onnxruntime.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, and nothing else.")
-def validate_command(model: str, gpu: bool, as_json: bool, **options: Any) -> int:
+def validate_command(model: str, gpu: bool, cuda_graph: bool, as_json: bool, **options: Any) -> int:
     """Compare MODEL's attention before and after patching, in onnxruntime and in fp32.
 
     MODEL is an unpatched ONNX file, which is patched into a temporary folder, or a patched one with --original. With
-    --gpu the plugin computes every layer from the activations that onnxruntime gave it (fp16 or bf16 surface).
+    --gpu the plugin computes every layer from the activations that onnxruntime gave it (fp16 or bf16 surface). Of an
+    engine, TensorRT's results are compared with those of the patched file beside it, or of --original.
     """
     from .comparison import validate
+    from .engine_validation import validate_engine
+    from .inspecting.engine_file import is_engine
     from .layer_validation import validate_layers
 
-    for name in ("original", "config") if gpu else ():
+    engine = is_engine(Path(model))
+    if cuda_graph and not engine:
+        raise click.UsageError("--cuda-graph: MODEL is no engine")
+    if engine and (gpu or options["config"]):
+        raise click.UsageError("--gpu and --config: they have no meaning for an engine")
+    for name in ("original", "config") if gpu else ("config",) if engine else ():
         if options.pop(name):
             raise click.UsageError(f"--{name}: the GPU is compared with MODEL itself; leave it out with --gpu")
-    report = validate_layers(model, **options) if gpu else validate(model, **options)
+    report: Any = (
+        validate_engine(model, cuda_graph=cuda_graph, **options)
+        if engine
+        else validate_layers(model, **options)
+        if gpu
+        else validate(model, **options)
+    )
     click.echo(report.json() if as_json else report.summary())
     return 0 if report.passed else 1
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import onnx
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
@@ -45,6 +45,19 @@ class ModelFile:
     def external_files(self) -> tuple[Path, ...]:
         """The files with weights."""
         return tuple(self.folder / location for location in self.external)
+
+
+@dataclass(frozen=True)
+class AddedData:
+    """New weights beside a model.
+
+    Attributes:
+        location: the file's name, in the model's folder.
+        write: writes its content.
+    """
+
+    location: str
+    write: Callable[[BinaryIO], None]
 
 
 def load_model(path: str | os.PathLike[str]) -> ModelFile:
@@ -143,6 +156,7 @@ def save_model(
     output: Path,
     external_data: ExternalData = "copy",
     accept: Callable[[Path], None] = lambda _: None,
+    added: AddedData | None = None,
 ) -> tuple[str, ...]:
     """Write the model and, when it goes to another folder, bring its external data along; all or nothing.
 
@@ -152,6 +166,7 @@ def save_model(
         output: passed `check_output`.
         external_data: what becomes of the data when `output` is in another folder than `source`.
         accept: looks at the complete file, under a temporary name in its folder, and raises to keep it out.
+        added: weights that are new, in a file beside `output`.
 
     Returns:
         What a user should know about linked data.
@@ -162,7 +177,6 @@ def save_model(
     """
     if external_data == "reference":
         _refer(model, source, output)
-    content = _serialize(model, source.path)
     notes: list[str] = []
     made: list[Path] = []
     try:
@@ -172,9 +186,12 @@ def save_model(
                 made.append(target)
                 notes += _place(file, target, external_data)
         with new_file(output) as temporary:
-            temporary.write_bytes(content)
-            accept(temporary)
-            temporary.replace(output)
+            if added is None:
+                temporary.write_bytes(_serialize(model, source.path))
+                accept(temporary)
+                temporary.replace(output)
+            else:
+                _write_with_data(model, source, output, temporary, accept, added)
     except BaseException as error:
         for target in made:
             target.unlink(missing_ok=True)
@@ -182,6 +199,31 @@ def save_model(
             raise FailedError(f"cannot write {output}: {error.strerror}; nothing was written") from error
         raise
     return tuple(notes)
+
+
+def _write_with_data(
+    model: onnx.ModelProto,
+    source: ModelFile,
+    output: Path,
+    temporary: Path,
+    accept: Callable[[Path], None],
+    added: AddedData,
+) -> None:
+    """Write new weights and the model that reads them; no older file at `output` survives with other weights."""
+    data = output.with_name(added.location)
+    mine = [t for t in all_tensors(model) if is_external(t) and added.location in (e.value for e in t.external_data)]
+    with new_file(data) as temporary_data:
+        with temporary_data.open("wb") as file:
+            added.write(file)
+        for location in (temporary_data.name, added.location):
+            for tensor in mine:
+                set_location(tensor, location)
+            temporary.write_bytes(_serialize(model, source.path))
+            if location != added.location:
+                accept(temporary)
+        output.unlink(missing_ok=True)
+        temporary_data.replace(data)
+        temporary.replace(output)
 
 
 def _serialize(model: onnx.ModelProto, path: Path) -> bytes:
@@ -207,7 +249,8 @@ def _refer(model: onnx.ModelProto, source: ModelFile, output: Path) -> None:
     locations = {location: (source.folder / location).resolve().relative_to(folder) for location in source.external}
     for tensor in filter(is_external, all_tensors(model)):
         location = next(entry.value for entry in tensor.external_data if entry.key == "location")
-        set_location(tensor, locations[location].as_posix())
+        if location in locations:  # else it is new
+            set_location(tensor, locations[location].as_posix())
 
 
 def _place(file: Path, target: Path, external_data: ExternalData) -> list[str]:

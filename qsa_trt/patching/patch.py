@@ -15,14 +15,15 @@ from onnx import TensorProto, ValueInfoProto
 from qsa_plugin.contract import PoolIO
 from qsa_plugin.errors import FailedError, InputError
 
+from . import fuse_qkv as fuse
 from . import rewrite
 from .config import Config, load_config
 from .detect import patched_nodes
-from .files import ExternalData, check_output, default_output, load_model, save_model
-from .fused_ops import restore, to_plain
+from .files import AddedData, ExternalData, check_output, default_output, load_model, save_model
+from .fused_ops import plain_index, restore
 from .graph_index import GraphIndex
 from .linear import behind
-from .plan import TYPE_NAMES, TYPES, plan_layers
+from .plan import TYPE_NAMES, TYPES, make_plan
 from .prune import Removed, prune, strip_stack_traces
 from .reference_body import add_reference_function
 from .report import LayerReport, PatchReport, TensorReport
@@ -32,6 +33,9 @@ from .verify import PlainCut
 
 if TYPE_CHECKING:
     from ..comparison import ValidationReport
+
+#: What OUT gets behind its name for the file of fused weights.
+FUSED_SUFFIX = ".qkv.data"
 
 
 def patch_onnx(
@@ -45,6 +49,7 @@ def patch_onnx(
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     reference_body: bool = True,
     external_data: ExternalData = "copy",
+    fuse_qkv: bool = False,
     verify: bool = False,
     dry_run: bool = False,
 ) -> PatchReport:
@@ -62,6 +67,8 @@ def patch_onnx(
         external_data: what becomes of weights in external data when OUT is in another folder than MODEL: `copy`;
             `link`, a hard link, or a copy where the file system has none; `reference`, where they lie below OUT's
             folder, since a location may not leave it. In MODEL's own folder they are never touched.
+        fuse_qkv: merge the projections of every layer into one MatMul. What is made of external weights goes to a new
+            file, OUT with `.qkv.data`.
         verify: run model and result in onnxruntime, as `qsa_trt.comparison.validate` does, before the result is kept.
         dry_run: do everything but write.
 
@@ -82,24 +89,25 @@ def patch_onnx(
     source = load_model(model)
     target = Path(output) if output is not None else default_output(source.path)
     check_output(source, target, external_data)
-    index = GraphIndex(source.model, source.folder)
-    rewritten = to_plain(source.model, index)
-    if rewritten:
-        index = GraphIndex(source.model, source.folder)
+    added = target.with_name(target.name + FUSED_SUFFIX)
+    if fuse_qkv:
+        check_output(source, added)
+    index, rewritten = plain_index(source.model, source.folder)
     if patched_nodes(source.model):
         plain = [f"{topk.label} is still an indexer in plain operators" for topk, _ in indexers(index)]
         if verify:
             plain.append(f"not verified: run qsa-trt validate {source.path} --original FILE")
         return PatchReport("already-patched", source.path, target, warnings=tuple(plain))
-    plans = plan_layers(index, config, dtype, io)
+    plan = make_plan(index, config, dtype, io)
+    plans = plan.layers
     rope, rope_text = _rope(index, plans, max_positions, config)
     warnings = _shape_warnings(index, plans)
     layers = [_layer_report(index, plan) for plan in plans]
     edited = source.model
     additions = rewrite.add_layers(edited, index, plans, rope)
     rewrite.apply(edited, additions)
-    caches = dict.fromkeys(name for plan in plans for name in plan.cut.cache_outputs)
-    removed = prune(edited, index, list(caches), additions.names)
+    fusion = fuse.fuse_qkv(edited, index, plans, additions.names, added.name) if fuse_qkv else fuse.Fusion(added.name)
+    removed = prune(edited, index, plan.cache_outputs, additions.names)
     restore(edited, rewritten)
     strip_stack_traces(edited)
     if reference_body:
@@ -112,7 +120,8 @@ def patch_onnx(
 
     if dry_run:
         accept(source.path)
-    notes = () if dry_run else save_model(edited, source, target, external_data, accept)
+    data = AddedData(fusion.data, fusion.write) if fusion.has_data else None
+    notes = () if dry_run else save_model(edited, source, target, external_data, accept, data)
     return PatchReport(
         status="dry-run" if dry_run else "patched",
         input=source.path,
@@ -125,8 +134,9 @@ def patch_onnx(
         new_outputs=tuple(_tensor_report(v) for v in additions.outputs),
         rope=rope_text,
         reference_body=reference_body,
+        fused_widths=tuple(fusion.widths),
         verification=next(iter(verdicts), None),
-        warnings=(*warnings, *additions.warnings(), *_kept_warnings(removed), *notes),
+        warnings=(*warnings, *additions.warnings(), *_kept_warnings(removed), *fusion.notes, *notes),
     )
 
 

@@ -74,6 +74,7 @@ class PatchReport:
         new_outputs: graph outputs that the nodes add.
         rope: where the rope table comes from.
         reference_body: whether the file carries the plain-op function.
+        fused_widths: columns of the one MatMul that each layer's projections became; empty without `fuse_qkv`.
         verification: how the result compared with the model in onnxruntime; None where that was not asked for.
         warnings: what a user should know before using the file.
     """
@@ -89,6 +90,7 @@ class PatchReport:
     new_outputs: tuple[TensorReport, ...] = ()
     rope: str = ""
     reference_body: bool = True
+    fused_widths: tuple[int, ...] = ()
     verification: ValidationReport | None = None
     warnings: tuple[str, ...] = ()
 
@@ -106,6 +108,10 @@ class PatchReport:
         lines += [f"rope table: {self.rope}"]
         body = "in the file (what onnxruntime runs)" if self.reference_body else "left out"
         lines += [f"reference body: {body}", f"note: {_PADDING}", *self._warning_lines()]
+        if self.fused_widths:
+            lines += [
+                f"fused: q, k, v, index_qk and gate of a layer are one MatMul, {_spread(self.fused_widths)} columns"
+            ]
         if self.verification is not None:
             lines += ["verified in onnxruntime, fp32:", *(f"  {v}" for v in self.verification.summary().splitlines())]
         lines += [f"{would}written: {self.output}" + (" (dry run: nothing was written)" if would else "")]
@@ -113,6 +119,10 @@ class PatchReport:
 
     def _warning_lines(self) -> list[str]:
         return [f"warning: {warning}" for warning in self.warnings]
+
+
+def _spread(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, dict.fromkeys(numbers)))
 
 
 def _layer_lines(layer: LayerReport) -> list[str]:

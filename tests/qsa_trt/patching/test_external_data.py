@@ -223,16 +223,22 @@ def test_out_may_not_be_the_data(external: Path) -> None:
 _MEASURED = """
 import resource, sys
 from qsa_trt.patching import patch_onnx
-report = patch_onnx(sys.argv[1], sys.argv[2], external_data=sys.argv[3])
+report = patch_onnx(sys.argv[1], sys.argv[2], external_data=sys.argv[3], fuse_qkv=len(sys.argv) > 4)
 print(len(report.layers), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("out", "how"), [("source/out.onnx", "copy"), ("out/out.onnx", "link"), ("out.onnx", "reference")]
+    ("out", "how"),
+    [
+        ("source/out.onnx", ["copy"]),
+        ("out/out.onnx", ["link"]),
+        ("out.onnx", ["reference"]),
+        ("out.onnx", ["reference", "fuse"]),
+    ],
 )
-def test_five_gigabytes_stay_on_disk(out: str, how: str, tmp_path: Path) -> None:
+def test_five_gigabytes_stay_on_disk(out: str, how: list[str], tmp_path: Path) -> None:
     """A vocabulary that fills 5 GB, in a sparse file that takes no disk; the norms the patcher reads lie behind it."""
     path = tmp_path / "source" / "big.onnx"
     data = path.with_name("big.data")
@@ -256,7 +262,7 @@ def test_five_gigabytes_stay_on_disk(out: str, how: str, tmp_path: Path) -> None
     path.write_bytes(model.SerializeToString())
     assert data.stat().st_size > 5 * GIB
     assert data.stat().st_blocks * 512 < GIB // 100
-    arguments = [sys.executable, "-c", _MEASURED, path, tmp_path / out, how]
+    arguments = [sys.executable, "-c", _MEASURED, path, tmp_path / out, *how]
     done = subprocess.run(arguments, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     layers, peak_kib = map(int, done.stdout.split())
