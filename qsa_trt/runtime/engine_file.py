@@ -62,14 +62,9 @@ def mismatches(
         version: its version.
         capability: compute capability of the device; None without a GPU.
     """
-    described = manifest["engine"]
-    try:
-        with engine.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise InputError("ENGINE", engine, f"a readable file ({error.strerror})", "check the path") from error
-    if digest != described["sha256"]:
-        yield InputError("ENGINE", f"{engine} with sha256 {digest[:12]}", described["sha256"][:12], _BUILD_AGAIN)
+    digest, described = _sha256("ENGINE", engine), manifest["engine"]["sha256"]
+    if digest != described:
+        yield InputError("ENGINE", f"{engine} with sha256 {digest[:12]}", described[:12], _BUILD_AGAIN)
     built = manifest["tensorrt"]
     if built["flavour"].removesuffix("_lean") != flavour.removesuffix("_lean"):
         yield InputError(
@@ -89,6 +84,34 @@ def mismatches(
             " or ".join(targets) + f", for which {engine} was built",
             "build it with --target for this GPU",
         )
+
+
+def check_model(model: Path, manifest: Mapping[str, Any]) -> None:
+    """Make sure that an engine was built from this file.
+
+    Args:
+        model: the patched ONNX file.
+        manifest: the content of ENGINE.json.
+
+    Raises:
+        InputError: it cannot be read, or is another one.
+    """
+    digest, described = _sha256("patched file", model), manifest["onnx"]["sha256"]
+    if digest != described:
+        raise InputError(
+            "patched file",
+            f"{model} with sha256 {digest[:12]}",
+            f"{described[:12]}, from which the engine was built",
+            "give that file with --original",
+        )
+
+
+def _sha256(what: str, path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(what, path, f"a readable file ({error.strerror})", "check the path") from error
 
 
 _BUILD_AGAIN = "build the engine again"

@@ -42,12 +42,14 @@ class PoolLayout:
         dtype: their element type; NumPy's float16, `ml_dtypes.bfloat16`, or float32 in onnxruntime alone.
         num_pages: pages a plane of every pool, N.
         max_kv_len: tokens of the longest sequence.
+        pages_per_seq: width of the page table, M; None is what `max_kv_len` needs.
     """
 
     layers: tuple[LayerPool, ...]
     dtype: np.dtype[Any]
     num_pages: int
     max_kv_len: int
+    pages_per_seq: int | None = None
 
     @classmethod
     def of_engine(cls, manifest: str | os.PathLike[str]) -> PoolLayout:
@@ -67,11 +69,12 @@ class PoolLayout:
         )
         sizes, pool = manifest["sizes"], manifest["pool"]
         longest = min(sizes["max_kv_len"], pool["pages_per_seq"] * pool["page_size"])
-        return cls(layers, surface_dtype(manifest["surface_dtype"]), pool["num_pages"], longest)
+        dtype = surface_dtype(manifest["surface_dtype"])
+        return cls(layers, dtype, pool["num_pages"], longest, pool["pages_per_seq"])
 
     def pages(self, rng: np.random.Generator | None = None) -> PagePool:
         """New books for these pools; `rng` shuffles the page ids."""
-        return PagePool(self.num_pages, self.max_kv_len, rng=rng)
+        return PagePool(self.num_pages, self.max_kv_len, pages_per_seq=self.pages_per_seq, rng=rng)
 
     @property
     def nbytes(self) -> int:

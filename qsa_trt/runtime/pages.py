@@ -38,19 +38,27 @@ class PagePool:
 
     Args:
         num_pages: pages a plane, N.
-        max_kv_len: tokens of the longest sequence; the page table is `ceil(max_kv_len / 128)` pages wide.
+        max_kv_len: tokens of the longest sequence.
+        pages_per_seq: width of the page table, M; None is `ceil(max_kv_len / 128)`.
         rng: shuffles the page ids, those of K and of V independently; None hands them out in order.
 
     Raises:
         InputError: a size is not positive.
     """
 
-    def __init__(self, num_pages: int, max_kv_len: int, *, rng: np.random.Generator | None = None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        max_kv_len: int,
+        *,
+        pages_per_seq: int | None = None,
+        rng: np.random.Generator | None = None,
+    ) -> None:
         for what, value in (("num_pages", num_pages), ("max_kv_len", max_kv_len)):
             if value < 1:
                 raise InputError(what, value, "at least 1", "make it larger")
         self.num_pages, self.max_kv_len = num_pages, max_kv_len
-        self.pages_per_seq = pages_for(max_kv_len)
+        self.pages_per_seq = max(pages_per_seq or 0, pages_for(max_kv_len))
         order = [np.arange(num_pages) if rng is None else rng.permutation(num_pages) for _ in range(2)]
         self._free_k = order[0][::-1].tolist()  # taken from the end
         self._free_v = (order[1][::-1] + num_pages).tolist()

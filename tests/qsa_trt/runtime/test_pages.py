@@ -124,6 +124,11 @@ def test_pages_come_in_order_without_a_generator() -> None:
     assert pool.lengths([first, None, second]).tolist() == [129, 0, 1]
 
 
+def test_a_page_table_may_be_wider_than_the_longest_sequence() -> None:
+    pool = PagePool(2, 200, pages_per_seq=4)
+    assert pool.table([pool.allocate()]).shape == (1, 2, 4)
+
+
 def test_ids_of_k_and_v_are_shuffled_independently() -> None:
     pool = PagePool(32, 32 * PAGE_SIZE, rng=np.random.default_rng(0))
     sequence = pool.allocate()

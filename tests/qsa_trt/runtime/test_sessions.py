@@ -7,6 +7,7 @@ behind the plugin's; both read and write pools of device memory that lies on the
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,7 @@ def test_copied_pools_are_refused(
 
 def test_the_layout_of_an_engine_is_that_of_its_model(engine: Path, language_model: Path) -> None:
     layout = PoolLayout.of_engine(engine.with_name("lm.engine.json"))
-    assert layout == onnx_session(language_model).layout
+    assert layout == replace(onnx_session(language_model).layout, pages_per_seq=3)
     assert layout.nbytes == 2 * 2 * 9 * 128 * 2 * 128 * 2
 
 
