@@ -19,6 +19,7 @@ from ..patching.anchors import Anchors, LayerRefusedError, StrategyRefusedError
 from ..patching.config import Config
 from ..patching.detect import STRATEGIES, patched_nodes
 from ..patching.files import ModelFile
+from ..patching.fused_ops import plain_index
 from ..patching.graph_index import GraphIndex, Node
 from ..patching.norms import find_norms
 from ..patching.plan import make_plan, plain_attributes
@@ -135,7 +136,7 @@ def inspect_onnx(source: ModelFile, config: Config) -> OnnxInspection:
         config: the model's config; empty when none is given.
     """
     model = source.model
-    index = GraphIndex(model, source.folder)
+    index, _ = plain_index(model, source.folder)
     patched = bool(patched_nodes(model))
     blocked = ""
     if patched:

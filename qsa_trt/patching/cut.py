@@ -22,7 +22,6 @@ class Cut:
         reader: its one reader.
         nodes: what computes attention and selection from the sources; all of it goes.
         sides: what else these nodes depend on (mask, positions, cos and sin, shapes); it goes where nobody else reads.
-        cache_outputs: graph outputs that hold dense caches of cut tensors.
         rope: tensors of cosines and sines by position, [maxPos, rotary/2] each, where the layer reads such tables.
     """
 
@@ -35,5 +34,4 @@ class Cut:
     reader: Node
     nodes: frozenset[Node]
     sides: frozenset[Node]
-    cache_outputs: tuple[str, ...]
     rope: tuple[str, str] | None

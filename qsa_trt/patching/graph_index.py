@@ -279,8 +279,12 @@ def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     skeleton = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
     graph = model.graph
     skeleton.graph.name = graph.name
-    for name in ("node", "input", "output", "value_info"):
+    for name in ("input", "output", "value_info"):
         getattr(skeleton.graph, name).extend(getattr(graph, name))
+    types = {t.name: t.data_type for t in graph.initializer}
+    for node in graph.node:
+        stand_in = _stand_in(node, skeleton.graph, types)
+        skeleton.graph.node.append(node if stand_in is None else stand_in)
     declared = {v.name for v in graph.input}
     for tensor in graph.initializer:
         if tensor.name not in declared:
@@ -288,3 +292,28 @@ def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
         if tensor.data_type == onnx.TensorProto.INT64 and not is_external(tensor):
             skeleton.graph.initializer.append(tensor)
     return skeleton
+
+
+#: Operators that ONNX has no schema for, whose first output is like their first input.
+_UNARY = frozenset({"SimplifiedLayerNormalization", "QuickGelu", "FastGelu"})
+
+
+def _stand_in(node: onnx.NodeProto, graph: onnx.GraphProto, types: dict[str, int]) -> onnx.NodeProto | None:
+    """A standard operator with the same output shape, for operators that ONNX's inference does not know.
+
+    Args:
+        node: any node.
+        graph: gets the further inputs that the stand-in reads.
+        types: element types of initializers.
+    """
+    if node.op_type in _UNARY:
+        return helper.make_node("Identity", node.input[:1], node.output[:1])
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    if node.op_type == "FusedMatMul" and not any(attributes.get(name) for name in attributes if "trans" in name):
+        return helper.make_node("MatMul", node.input, node.output)
+    if node.op_type == "MatMulNBits" and node.input[2] in types:  # its scales have the type of the activations
+        name = f"{node.output[0]}/weight"
+        shape = [attributes["K"], attributes["N"]]
+        graph.input.append(helper.make_tensor_value_info(name, types[node.input[2]], shape))
+        return helper.make_node("MatMul", [node.input[0], name], node.output)
+    return None

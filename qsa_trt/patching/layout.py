@@ -6,7 +6,7 @@ from qsa_plugin.contract import Geometry
 
 from .anchors import last_axis_slice, refuse
 from .graph_index import Dim, GraphIndex
-from .structure import is_linear
+from .linear import is_linear
 from .verify import PlainCut
 
 #: Views that keep the order of elements.

@@ -62,7 +62,7 @@ class Meaning:
         name: see the module.
         part: the part of the head it holds, of normed heads alone; None for all of it.
         factor: constants it was multiplied with.
-        swaps: how often tokens and heads changed places: once in front of the attention, and once behind it.
+        swaps: how often tokens and heads changed places: an odd number in front of the attention, and behind it.
     """
 
     name: str
@@ -116,9 +116,9 @@ class _Walk:
             self.fail(self.cut.anchors.gate.multiply, "the gate does not multiply the output of the attention")
 
     def swapped(self, *heads: Meaning) -> bool:
-        """Whether tokens and heads changed places once; with one token a Reshape does it too."""
+        """Whether tokens and heads are in each other's place; with one token a Reshape does it too."""
         tokens = (self.index.shape(self.cut.anchors.projections["k_proj"]) or (None, None))[1]
-        return tokens == 1 or all(m.swaps == 1 for m in heads)
+        return tokens == 1 or all(m.swaps % 2 == 1 for m in heads)
 
     def fail(self, node: Node, reason: str) -> NoReturn:
         refuse(self.cut.anchors.layer, node, reason)

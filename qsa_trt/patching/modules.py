@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from .anchors import NORMS, PROJECTIONS, Anchors, find_gate, refuse
+from .anchors import NORMS, PROJECTIONS, Anchors, complete, find_gate, refuse
 from .graph_index import GraphIndex, Node
+from .linear import end
 from .norms import RmsNorm
-from .structure import with_bias
 
 _INDEXER = "indexer.index_qk_proj"
 #: Module of every anchor below the attention module.
@@ -29,7 +29,7 @@ class _Modules:
     paths: dict[Node, str]
 
     def projection(self, layer: str, name: str) -> str:
-        """The one tensor that leaves the module of a projection, behind the Add of a bias that lost its module."""
+        """The one tensor that leaves the module of a projection, behind what belongs to it without its name."""
         module = _join(layer, _PROJECTION_MODULES[name])
         nodes = self.by_path.get(module, [])
         leaving = {
@@ -40,9 +40,7 @@ class _Modules:
         }
         if len(leaving) != 1:
             refuse(layer, module, f"{len(leaving)} tensors leave this module; one projection was expected")
-        projection = self.index.producer(leaving.pop())
-        assert projection is not None  # a node of the module made it
-        return with_bias(self.index, projection)
+        return end(self.index, leaving.pop())
 
     def norm(self, layer: str, name: str) -> RmsNorm:
         """The RMSNorm of a module; an unrolled graph repeats it, with the same weight."""
@@ -76,7 +74,7 @@ def find_by_module(
         by_path.setdefault(path, []).append(node)
     modules = _Modules(index, norms, by_path, paths)
     layers = [path[: -len(_INDEXER)].rstrip(".") for path in by_path if f".{path}".endswith(f".{_INDEXER}")]
-    return [_anchors(modules, layer, strategy) for layer in layers]
+    return complete(layers, lambda layer: _anchors(modules, layer, strategy))
 
 
 def _anchors(modules: _Modules, layer: str, strategy: str) -> Anchors:

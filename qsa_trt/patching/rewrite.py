@@ -175,6 +175,11 @@ class _LayerNodes:
     def packed(self, tensors: Sequence[str], name: str) -> str:
         """Tensors [B, S, ...] one after another, [B, S, sum of their widths], in the surface dtype."""
         flat = [self._flat(t) if len(self.index.shape(t) or ()) == 4 else t for t in tensors]
+        if len({self.index.elem_type(t) for t in tensors}) > 1:
+            flat = [
+                self.cast(t, self.plan.surface, self.index.elem_type(of)) for t, of in zip(flat, tensors, strict=True)
+            ]
+            return self._node("Concat", flat, name, axis=-1)
         packed = flat[0] if len(flat) == 1 else self._node("Concat", flat, name, axis=-1)
         return self.cast(packed, self.plan.surface)
 

@@ -39,7 +39,7 @@ def baked_table(
             "lower it, or leave the rope table a graph input",
         )
     if cuts[0].rope is not None and all(t in index.initializers for t in cuts[0].rope):
-        return _stored_table(index, cuts, cuts[0].rope, max_positions), f"the model's {' and '.join(cuts[0].rope)}"
+        return _stored_table(index, cuts[0].rope, max_positions), f"the model's {' and '.join(cuts[0].rope)}"
     found = _inv_freq(index, cuts, rotary_dims)
     wanted = rope_from_config(config) if config else None
     if found is None and wanted is None:
@@ -60,13 +60,8 @@ def baked_table(
     return rope_table(max_positions, inv_freq), f"the model's {name}"
 
 
-def _stored_table(
-    index: GraphIndex, cuts: Sequence[Cut], names: tuple[str, str], max_positions: int
-) -> NDArray[np.float32]:
+def _stored_table(index: GraphIndex, names: tuple[str, str], max_positions: int) -> NDArray[np.float32]:
     """The first rows of the table of cosines and sines that all layers share."""
-    for cut in cuts:
-        if cut.rope != names:
-            refuse(cut.layer, str(cut.rope), "the layers rotate with different tables; a table is not baked")
     cos, sin = (read_tensor(index.initializers[name], index.folder).astype(np.float32) for name in names)
     if max_positions > len(cos):
         most = f"at most {len(cos)}, the rows of {names[0]}"

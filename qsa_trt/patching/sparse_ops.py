@@ -19,7 +19,6 @@ from .config import Config
 from .cut import Cut
 from .graph_index import GraphIndex, Node
 from .norms import find_norms
-from .verify import cache_outputs
 
 NAME = "com.microsoft operators"
 INDEXER, ATTENTION = "SparseAttentionIndexer", "DynamicSparseAttention"
@@ -75,18 +74,15 @@ def find_layers(index: GraphIndex, config: Config, pool_io: PoolIO) -> list[tupl
                 f"node {node.label}: the token-packed form (com.microsoft::{node.op}) lays the tokens of all sequences"
                 " along one axis, and QsaAttention takes [batch, sequence]; export the model without paged attention"
             )
-    layers = [
-        _layer(index, node, config, pool_io) for node in index.nodes if node.op == ATTENTION and _live(index, node)
-    ]
+    layers = [_layer(index, node, config, pool_io) for node in nodes if node.op == ATTENTION]
     taken = {node for cut, _ in layers for node in cut.nodes}
-    for node in index.nodes:
-        if node.op == INDEXER and _live(index, node) and node not in taken:
-            refuse(node.label, node, f"no {ATTENTION} reads its choice")
+    for node in nodes:
+        if node.op == INDEXER and node not in taken:
+            refuse("unknown", node, f"no {ATTENTION} reads its choice, and a model is patched whole")
+    for cut, _ in layers:
+        if cut.rope != layers[0][0].rope:
+            refuse(cut.layer, " and ".join(cut.rope or ()), "its tables differ from the first layer's; a model has one")
     return layers
-
-
-def _live(index: GraphIndex, node: Node) -> bool:
-    return node in index.live
 
 
 def _layer(index: GraphIndex, node: Node, config: Config, pool_io: PoolIO) -> tuple[Cut, Attributes]:
@@ -112,7 +108,6 @@ def _layer(index: GraphIndex, node: Node, config: Config, pool_io: PoolIO) -> tu
         reader=readers[0],
         nodes=nodes,
         sides=frozenset(index.ancestors([node.output], stop=ends) - nodes),
-        cache_outputs=cache_outputs(index, layer, nodes, node.output),
         rope=(_input(node, _COS), _input(node, _SIN)),
     )
     _check_tables(index, layer, node, indexer)

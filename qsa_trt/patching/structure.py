@@ -6,21 +6,19 @@ projection, whose input feeds three sibling projections.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from qsa_plugin.errors import RefusedError
 
-from .anchors import NORMS, PROJECTIONS, Anchors, Gate, find_gate, refuse
+from .anchors import NORMS, PROJECTIONS, Anchors, Gate, complete, find_gate, refuse
 from .graph_index import GraphIndex, Node
+from .linear import WEIGHT_INPUT, end, is_linear, parts, siblings
 from .norms import RmsNorm
 
 NAME = "structure"
 #: Products that may score blocks, and where every other walk back from a TopK ends.
 _PRODUCTS = frozenset({"MatMul", "FusedMatMul", "Einsum"})
-_BARRIERS = _PRODUCTS | {"Gemm", "MatMulNBits", "Conv", "Softmax", "TopK"}
-#: Products with weights, quantised ones included.
-_WEIGHTED = frozenset({"Gemm", "Conv", "MatMulNBits", "MatMulInteger", "QLinearMatMul", "DynamicQuantizeMatMul"})
-_LINEAR_OPS = frozenset({"MatMul", "Gemm"})
+_BARRIERS = _PRODUCTS | WEIGHT_INPUT.keys() | {"Conv", "Softmax", "TopK"}
 _HALVING_OPS = frozenset({"Reshape", "Split", "Slice", "Cast", "Identity"})
 
 
@@ -35,8 +33,8 @@ def find(index: GraphIndex, norms: list[RmsNorm]) -> list[Anchors]:
         projection = _projection_behind(index, matmul)
         if projection is None:
             refuse(topk.label, matmul, "no linear projection (index_qk) is behind the indexer's scores")
-        projections.setdefault(projection.output, projection)
-    return [_anchors(index, norms, projection) for projection in projections.values()]
+        projections.setdefault(_index_qk(index, matmul, projection), projection)
+    return complete(projections.items(), lambda found: _anchors(index, norms, *found))
 
 
 def indexers(index: GraphIndex) -> list[tuple[Node, Node]]:
@@ -66,10 +64,11 @@ def _score_matmuls(index: GraphIndex, topk: Node) -> Iterator[Node]:
 
 
 def _projection_behind(index: GraphIndex, matmul: Node) -> Node | None:
-    """The one linear projection that both operands of the indexer's MatMul go back to."""
+    """The one linear projection that both operands of the indexer's MatMul go back to first."""
     sides = [set(_projections_behind(index, tensor)) for tensor in matmul.inputs]
     common = sides[0] & sides[1]
-    return common.pop() if len(common) == 1 else None
+    last = [node for node in common if not any(node in index.ancestors(other.reads) for other in common - {node})]
+    return last[0] if len(last) == 1 else None
 
 
 def _projections_behind(index: GraphIndex, tensor: str) -> Iterator[Node]:
@@ -82,8 +81,15 @@ def _projections_behind(index: GraphIndex, tensor: str) -> Iterator[Node]:
         seen.add(node)
         if is_linear(index, node):
             yield node
-        else:
+        elif node.op not in ("Shape", "Size"):
             stack += node.reads
+
+
+def _index_qk(index: GraphIndex, matmul: Node, projection: Node) -> str:
+    """The tensor of the projection that both operands of the indexer's MatMul come from; a part where it is packed."""
+    whole = end(index, projection.output)
+    behind = [{t for node in index.ancestors([operand]) for t in node.reads} for operand in matmul.inputs]
+    return next((part for part in parts(index, projection) if all(part in read for read in behind)), whole)
 
 
 def selects_by_topk(index: GraphIndex, softmax: Node) -> bool:
@@ -96,56 +102,36 @@ def selects_by_topk(index: GraphIndex, softmax: Node) -> bool:
         seen.add(node)
         if node.op == "TopK":
             return True
-        if node.op not in _WEIGHTED and not is_linear(index, node):
+        if node.op != "Conv" and not is_linear(index, node):
             stack += node.reads
     return False
 
 
-def is_linear(index: GraphIndex, node: Node) -> bool:
-    """Whether the node multiplies an activation with a constant weight matrix `[K, N]`, K and N above 1."""
-    if node.op not in _LINEAR_OPS or not index.is_constant(node.inputs[1]) or index.is_constant(node.inputs[0]):
-        return False
-    shape = index.shape(node.inputs[1])
-    return shape is not None and len(shape) == 2 and all(isinstance(d, int) and d > 1 for d in shape)
-
-
-def with_bias(index: GraphIndex, linear: Node) -> str:
-    """The output of a linear projection, behind the Add of its bias where there is one."""
-    readers = index.readers(linear.output)
-    if len(readers) == 1 and readers[0].op == "Add":
-        bias = [t for t in readers[0].inputs if t != linear.output]
-        if bias and index.is_constant(bias[0]) and len(index.shape(bias[0]) or ()) == 1:
-            return readers[0].output
-    return linear.output
-
-
-def _anchors(index: GraphIndex, norms: list[RmsNorm], index_qk: Node) -> Anchors:
+def _anchors(index: GraphIndex, norms: list[RmsNorm], tensor: str, index_qk: Node) -> Anchors:
     layer = f"of {index_qk.proto.name or index_qk.output}"
-    siblings = [
-        with_bias(index, node)
-        for node in index.readers(index_qk.inputs[0])
-        if node is not index_qk and is_linear(index, node)
-    ]
-    query, gate = _gated_sibling(index, layer, siblings, index_qk)
+    alone = tensor == end(index, index_qk.output)  # not packed with others
+    linears = [node for node in siblings(index, index_qk) if not (alone and node is index_qk)]
+    others = [t for node in linears for t in parts(index, node) or [end(index, node.output)] if t != tensor]
+    query, gate = _gated_sibling(index, layer, others, index_qk)
     # What the attention reads besides the query: the key, which is normed, and the value, which is not.
-    attention = index.ancestors([gate.attention], stop=siblings)
-    rest = [t for t in siblings if t != query and any(node in attention for node in index.readers(t))]
-    keys = [t for t in rest if any(index.back(n.source, _HALVING_OPS) == t for n in norms)]
+    attention = index.ancestors([gate.attention], stop=others)
+    rest = [t for t in others if t != query and any(node in attention for node in index.readers(t))]
+    keys = [t for t in rest if any(t in _views_behind(index, n.source) for n in norms)]
     values = [t for t in rest if t not in keys]
     if len(keys) != 1 or len(values) != 1:
         found = f"{len(keys)} normed keys and {len(values)} values"
         refuse(layer, index_qk, f"besides the query, its sibling projections are {found}; one of each was expected")
-    outputs = (query, keys[0], values[0], with_bias(index, index_qk))
+    outputs = (query, keys[0], values[0], tensor)
     projections = dict(zip(PROJECTIONS, outputs, strict=True))
     return Anchors(layer, NAME, projections, _norms(index, norms, layer, projections, gate, index_qk), gate)
 
 
-def _gated_sibling(index: GraphIndex, layer: str, siblings: list[str], index_qk: Node) -> tuple[str, Gate]:
+def _gated_sibling(index: GraphIndex, layer: str, others: list[str], index_qk: Node) -> tuple[str, Gate]:
     """The one sibling that splits into query and gate; one whose gate is broken is reported as such."""
-    if not siblings:
-        refuse(layer, index_qk, "no sibling projection reads its input (projections packed into one are not supported)")
+    if not others:
+        refuse(layer, index_qk, "no sibling projection reads its input")
     found, broken = [], []
-    for tensor in siblings:
+    for tensor in others:
         if _reaches_sigmoid(index, tensor):
             try:
                 found.append((tensor, find_gate(index, layer, tensor)))
@@ -154,9 +140,7 @@ def _gated_sibling(index: GraphIndex, layer: str, siblings: list[str], index_qk:
     if broken and not found:
         raise broken[0]
     if len(found) != 1:
-        refuse(
-            layer, index_qk, f"{len(found)} of its {len(siblings)} sibling projections have an output gate (Sigmoid)"
-        )
+        refuse(layer, index_qk, f"{len(found)} of its {len(others)} sibling projections have an output gate (Sigmoid)")
     return found[0]
 
 
@@ -172,9 +156,9 @@ def _norms(
     sources = {gate.query: "q_norm", projections["k_proj"]: "k_norm"}
     found: dict[str, RmsNorm] = {}
     for norm in norms:
-        direct = index.back(norm.source, {"Reshape", "Cast", "Identity"})
-        name = sources.get(direct)
-        if name is None and index.back(norm.source, _HALVING_OPS) == projections["index_qk_proj"]:
+        whole = _views_behind(index, norm.source, {"Reshape", "Cast", "Identity"})
+        name = next((sources[t] for t in whole if t in sources), None)
+        if name is None and projections["index_qk_proj"] in _views_behind(index, norm.source):
             name = "indexer_q_norm"
         elif name is None and _is_block_mean(index, norm, index_qk):
             name = "indexer_k_norm"
@@ -183,6 +167,15 @@ def _norms(
     for name in NORMS:
         if name not in found:
             refuse(layer, name, "no RMSNorm with a constant weight (gamma) was found where this norm belongs")
+    return found
+
+
+def _views_behind(index: GraphIndex, tensor: str, ops: Container[str] = _HALVING_OPS) -> list[str]:
+    """The tensors that `tensor` is a view or a part of, itself first."""
+    found, maker = [tensor], index.producer(tensor)
+    while maker is not None and maker.op in ops:
+        found.append(maker.inputs[0])
+        maker = index.producer(maker.inputs[0])
     return found
 
 

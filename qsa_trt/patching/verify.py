@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from .anchors import NORMS, Anchors, refuse
 from .cut import Cut
 from .graph_index import GraphIndex, Node
+from .linear import behind, is_linear, source
 from .norms import find_norms
 from .structure import indexers, selects_by_topk
 
@@ -74,7 +75,6 @@ def check_layer(index: GraphIndex, anchors: Anchors) -> PlainCut:
         reader=gate.multiply,
         nodes=nodes,
         sides=sides,
-        cache_outputs=cache_outputs(index, layer, nodes, gate.attention),
         rope=None,
         anchors=anchors,
         softmax=softmaxes[0],
@@ -132,43 +132,37 @@ def _check_rope(index: GraphIndex, anchors: Anchors) -> None:
 
 def _check_inputs(index: GraphIndex, anchors: Anchors, sides: frozenset[Node]) -> None:
     """Nothing but the four sources may carry the layer's activations into the cut (a residual, the gate half)."""
-    inputs = {t for tensor in anchors.projections.values() for t in _projection_inputs(index, tensor)}
+    linears = [node for tensor in anchors.projections.values() for node in behind(index, tensor)]
+    inputs = {t for node in linears for t in node.reads if not index.is_constant(t)}
+    inputs |= {source(index, node) for node in linears if is_linear(index, node)}
+    inputs -= set(sources(anchors).values())
     derived = index.descendants(inputs, follow=lambda node: node in sides and node.op not in ("Shape", "Size"))
     for node in sorted(derived, key=lambda n: n.position):
         refuse(anchors.layer, node, "it feeds the attention with the layer's activations past the four projections")
 
 
-def _projection_inputs(index: GraphIndex, tensor: str) -> list[str]:
-    """The activations that the projection of `tensor` reads, seen through the Add of a bias."""
-    node = index.producer(tensor)
-    if node is None:
-        return []
-    activations = [t for t in node.reads if not index.is_constant(t)]
-    if node.op == "Add" and len(activations) == 1:
-        return _projection_inputs(index, activations[0])
-    return activations
-
-
-def cache_outputs(index: GraphIndex, layer: str, nodes: frozenset[Node], attention: str) -> tuple[str, ...]:
-    """The graph outputs that read the cut past its output `attention`, all of them dense caches.
+def cache_outputs(index: GraphIndex, cuts: Sequence[Cut]) -> tuple[str, ...]:
+    """The graph outputs that read what the cuts remove, all of them dense caches.
 
     Raises:
-        RefusedError: any other reader of a cut tensor.
+        RefusedError: any other reader of a cut tensor. One that another cut removes is none.
     """
+    removed = {node for cut in cuts for node in cut.nodes}
     found: dict[str, None] = {}
-    for node in sorted(nodes, key=lambda n: n.position):
-        for tensor in node.outputs:
-            for reader in index.readers(tensor):
-                if reader in nodes or tensor == attention:
-                    continue
-                outputs = _outputs_behind(index, reader)
-                if not outputs or not all(is_cache_output(index, o) for o in outputs):
-                    refuse(layer, reader, f"it reads {tensor}, which the cut would remove")
-                found.update(dict.fromkeys(outputs))
-            if tensor in index.outputs:
-                if not is_cache_output(index, tensor):
-                    refuse(layer, node, f"graph output {tensor} is a tensor that the cut would remove")
-                found[tensor] = None
+    for cut in cuts:
+        for node in sorted(cut.nodes, key=lambda n: n.position):
+            for tensor in node.outputs:
+                for reader in index.readers(tensor):
+                    if reader in removed or (reader is cut.reader and tensor == cut.attention):
+                        continue
+                    outputs = _outputs_behind(index, reader)
+                    if not outputs or not all(is_cache_output(index, o) for o in outputs):
+                        refuse(cut.layer, reader, f"it reads {tensor}, which the cut would remove")
+                    found.update(dict.fromkeys(outputs))
+                if tensor in index.outputs:
+                    if not is_cache_output(index, tensor):
+                        refuse(cut.layer, node, f"graph output {tensor} is a tensor that the cut would remove")
+                    found[tensor] = None
     return tuple(found)
 
 

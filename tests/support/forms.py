@@ -8,10 +8,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qsa_plugin.contract import Geometry
+from qsa_plugin.contract import Geometry, PoolIO
 from qsa_trt.patching.anchors import NORMS, Anchors
 from qsa_trt.patching.graph_index import GraphIndex
-from qsa_trt.patching.plan import plan_layers
+from qsa_trt.patching.plan import make_plan
 from qsa_trt.patching.verify import PlainCut
 from qsa_trt.rope import rope_table
 
@@ -51,7 +51,7 @@ def as_sparse_ops(revision: str = "new", *, packed: bool = False) -> onnx.ModelP
     ]
     model.graph.input.append(helper.make_tensor_value_info("position_ids", TensorProto.INT64, ["batch", "seq"]))
     nodes, inserted = list(model.graph.node), dict[int, list[onnx.NodeProto]]({0: shared})
-    for number, plan in enumerate(plan_layers(index, {}, None, 0)):
+    for number, plan in enumerate(make_plan(index, {}, None, PoolIO.IN_PLACE).layers):
         cut = plan.cut
         assert isinstance(cut, PlainCut)
         layer = _Pair(model, number, cut.anchors, plan.attributes.geometry)

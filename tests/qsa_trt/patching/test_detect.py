@@ -242,8 +242,3 @@ def test_a_module_without_its_projection_is_refused() -> None:
     del node(model, first_layer().projections["k_proj"]).metadata_props[:]
     with pytest.raises(RefusedError, match=r"k_proj: 0 tensors leave this module; one projection was expected"):
         find(scopes, model)
-
-
-def test_packed_siblings_are_refused() -> None:
-    with pytest.raises(RefusedError, match="projections packed into one are not supported"):
-        find_layers(GraphIndex(load("qsa2_prefill-cpu")))

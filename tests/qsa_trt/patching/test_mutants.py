@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from numpy.typing import NDArray
-from onnx import numpy_helper
 
 from qsa_plugin.errors import RefusedError
-from qsa_trt.metrics import row_error
-from qsa_trt.patching import patch_onnx
-from qsa_trt.recording import PatchedSession, open_session
-from qsa_trt.rope import rope_table
+from tests.support.compare import BOUND, errors
 from tests.support.graphs import load, strip_names
 from tests.support.mutations import (
     HALF,
@@ -55,11 +47,6 @@ from tests.support.mutations import (
     value_norm,
 )
 from tests.support.originals import MODELS
-
-LENGTHS = np.array([89, 33])  # the first passes the budget of 64 tokens
-STEPS = 3
-#: fp32 on both sides, sums in another order: a few hundred roundings of 6e-8 of the row's largest value.
-BOUND = 1e-5
 
 #: Equal answers are demanded.
 EQUAL: dict[str, Mutate] = {
@@ -304,42 +291,6 @@ REFUSED: dict[str, tuple[Mutate, str]] = {
 }
 
 
-def feeds(model: onnx.ModelProto, tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[str, Any]:
-    """Feeds for whatever of the known inputs the model has; unused ones are zeros."""
-    values: dict[str, Any] = {"input_ids": tokens}
-    values["attention_mask"] = (np.arange(tokens.shape[1]) < lengths[:, None]).astype(np.int64)
-    names = [v.name for v in model.graph.input if v.name not in {t.name for t in model.graph.initializer}]
-    return {n: values.get(n, np.zeros(tokens.shape, np.int64)) for n in names}
-
-
-def errors(model: onnx.ModelProto, folder: Path, config: Path | None = None) -> Iterator[float]:
-    """Row errors of the patched model in prefill and decode; the original ran before it was patched."""
-    total = LENGTHS + STEPS
-    tokens = np.random.default_rng(1).integers(0, 128, (total.size, int(total.max())))
-    expected = open_session(model).run(["logits"], feeds(model, tokens, total))[0]
-    onnx.save(model, folder / "mutant.onnx")
-    patched = onnx.load(patch_onnx(folder / "mutant.onnx", folder / "out.onnx", dtype="fp32", config=config).output)
-    inv_freq = next(numpy_helper.to_array(t) for t in load().graph.initializer if t.name.endswith("inv_freq"))
-    session = PatchedSession(
-        patched, batch=total.size, max_kv_len=128, rope=rope_table(128, inv_freq.ravel()), fill=np.nan
-    )
-    known = {v.name for v in load().graph.input} | {"position_ids", "context_lengths", "past_key_values_0"}
-    new = {t for n in session.nodes for t in n.inputs.values()}
-
-    def own(ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> dict[str, Any]:
-        inputs = {v.name for v in patched.graph.input}
-        return {n: v for n, v in feeds(model, ids, lengths).items() if n in inputs & known - new}
-
-    logits = session.prefill(own(tokens[:, : LENGTHS.max()], LENGTHS), LENGTHS).outputs["logits"]
-    for b, n in enumerate(LENGTHS):
-        yield row_error(logits[b, :n], expected[b, :n]).max()
-    for step in range(STEPS):
-        position = LENGTHS + step
-        ids = tokens[np.arange(total.size), position][:, None]
-        logits = session.decode(own(ids, np.ones(total.size, np.int64))).outputs["logits"]
-        yield row_error(logits[:, 0], expected[np.arange(total.size), position]).max()
-
-
 @pytest.mark.parametrize("bare", [False, True], ids=["scopes", "structure"])
 @pytest.mark.parametrize("name", EQUAL)
 def test_same_answer(name: str, bare: bool, tmp_path: Path) -> None:
@@ -361,7 +312,7 @@ def test_refused(name: str, bare: bool, tmp_path: Path) -> None:
     texts = []
     for config in (None, MODELS / "qsa_lm.config.json"):  # a config settles what attributes the graph does not tell
         with pytest.raises(RefusedError) as refusal:
-            pytest.fail(f"patched, error {max(errors(model, tmp_path, config)):.1e}")
+            pytest.fail(f"patched, error {max(errors(model, tmp_path, config=config)):.1e}")
         texts.append(str(refusal.value))
         assert texts[-1].startswith("layer ") and texts[-1].endswith("; nothing was patched")
     assert bare or reason in texts[0]  # without names, the node is called something else
