@@ -60,6 +60,15 @@ class SpotRows:
             worst = max(worst, float((difference / np.abs(expected).max(-1)).max()))
         return worst / epsilon(self.pool.dtype)
 
+    def scores(self, b: int, row: int, position: int) -> Array:
+        """Scores `[G]` of one row against its complete blocks."""
+        g = self.geometry
+        pages = SequencePages.of(self.inputs["kv_page_table"], b, g.head_size)
+        first_tokens = np.arange((position + 1) // g.indexer_compress_ratio) * g.indexer_compress_ratio
+        block_keys = flat_pages(self.pool)[pages.block_key(first_tokens)].astype(np.float32)
+        tokens = self.tokens(b, np.array([row]), np.array([position]))
+        return reference.block_scores(tokens.index_q, block_keys)[0]
+
     def output_ulps(self, b: int, row: int, position: int, chosen: NDArray[Any], output: Array) -> float:
         """How far one row's output is from attention over the blocks it chose; asserts that they are the best ones.
 
@@ -74,9 +83,7 @@ class SpotRows:
         ratio, visible = g.indexer_compress_ratio, (position + 1) // g.indexer_compress_ratio
         pages = SequencePages.of(self.inputs["kv_page_table"], b, g.head_size)
         tokens = self.tokens(b, np.array([row]), np.array([position]))
-        block_keys = flat[pages.block_key(np.arange(visible) * ratio)].astype(np.float32)
-        scores = reference.block_scores(tokens.index_q, block_keys)[0]
-        self._assert_best(scores, chosen)
+        self._assert_best(self.scores(b, row, position), chosen)
         listed = (chosen[:, None] * ratio + np.arange(ratio)).ravel()
         listed = np.concatenate([listed, np.arange(visible * ratio, position + 1)])
         keys, values = (flat[where(listed)].astype(np.float32).swapaxes(0, 1) for where in (pages.key, pages.value))
