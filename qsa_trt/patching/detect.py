@@ -9,15 +9,16 @@ import onnx
 from qsa_plugin.contract import EDGE_LLM_NAME, PLUGIN_NAME
 from qsa_plugin.errors import RefusedError
 
-from . import node_names, scopes, structure
+from . import node_names, scopes, structure, weight_names
 from .anchors import Anchors, Strategy
 from .graph_index import GraphIndex, subgraphs
 from .norms import find_norms
 
-STRATEGIES: tuple[Strategy, ...] = (scopes.find, node_names.find, structure.find)
+STRATEGIES: tuple[Strategy, ...] = (scopes.find, node_names.find, weight_names.find, structure.find)
 _LOOKED_FOR = (
-    "modules named self_attn.indexer.index_qk_proj (in node metadata and node names), a TopK over Relu scores of a"
-    " linear projection whose input feeds query, key and value projections, and SparseAttentionIndexer nodes"
+    "modules named self_attn.indexer.index_qk_proj (in node metadata, node names and weight names), a TopK over Relu"
+    " scores of a linear projection whose input feeds query, key and value projections, and SparseAttentionIndexer"
+    " nodes"
 )
 
 

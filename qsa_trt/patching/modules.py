@@ -1,8 +1,8 @@
-"""Finds layers by the module path of their nodes; scopes.py and node_names.py say where a path is written."""
+"""Finds layers by module paths; scopes.py, node_names.py and weight_names.py say where a path is written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ class _Modules:
     index: GraphIndex
     norms: list[RmsNorm]
     by_path: dict[str, list[Node]]
-    paths: dict[Node, str]
+    paths: Mapping[Node, str]
 
     def projection(self, layer: str, name: str) -> str:
         """The one tensor that leaves the module of a projection, behind what belongs to it without its name."""
@@ -54,21 +54,23 @@ class _Modules:
         return found[0]
 
 
-def find_by_module(
-    index: GraphIndex, norms: list[RmsNorm], strategy: str, path_of: Callable[[onnx.NodeProto], str | None]
-) -> list[Anchors]:
+def node_paths(index: GraphIndex, path_of: Callable[[onnx.NodeProto], str | None]) -> dict[Node, str]:
+    """The module paths of the nodes that have one."""
+    return {node: path for node in index.nodes if node in index.live and (path := path_of(node.proto)) is not None}
+
+
+def find_by_module(index: GraphIndex, norms: list[RmsNorm], strategy: str, paths: Mapping[Node, str]) -> list[Anchors]:
     """The layers whose nodes carry the module names of Hugging Face's attention.
 
     Args:
         index: the graph.
         norms: its RMSNorms.
         strategy: name for the report.
-        path_of: a node's module path, dotted; None where it has none.
+        paths: module paths of nodes, dotted; of a norm, that of `RmsNorm.node`.
 
     Raises:
         RefusedError: a module `indexer.index_qk_proj` whose layer lacks another anchor.
     """
-    paths = {node: path for node in index.nodes if node in index.live and (path := path_of(node.proto)) is not None}
     by_path: dict[str, list[Node]] = {}
     for node, path in paths.items():
         by_path.setdefault(path, []).append(node)

@@ -6,7 +6,7 @@ import onnx
 
 from .anchors import Anchors
 from .graph_index import GraphIndex
-from .modules import find_by_module
+from .modules import find_by_module, node_paths
 from .norms import RmsNorm
 
 NAME = "node names"
@@ -14,7 +14,7 @@ NAME = "node names"
 
 def find(index: GraphIndex, norms: list[RmsNorm]) -> list[Anchors]:
     """See `modules.find_by_module`."""
-    return find_by_module(index, norms, NAME, _path)
+    return find_by_module(index, norms, NAME, node_paths(index, _path))
 
 
 def _path(node: onnx.NodeProto) -> str | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
 from qsa_plugin.errors import RefusedError
-from qsa_trt.patching import node_names, scopes, structure
+from qsa_trt.patching import node_names, scopes, structure, weight_names
 from qsa_trt.patching.anchors import Anchors
 from qsa_trt.patching.detect import find_layers, patched_nodes
 from qsa_trt.patching.graph_index import GraphIndex
@@ -43,6 +45,47 @@ def test_node_names_and_structure_agree(name: str) -> None:
     by_name, by_structure = find(node_names, load(name)), find(structure, load(name))
     assert [tensors(a) for a in by_name] == [tensors(a) for a in by_structure]
     assert [(a.layer, a.strategy) for a in by_name] == [("self_attn", "node names")]
+
+
+FOLDED = "pkg.onnxscript.optimizer.folded_from"
+
+
+def weight_named(name: str, *, renamed: bool) -> onnx.ModelProto:
+    """No metadata of nodes, no names of nodes; names of weights in metadata, or as names of the initializers."""
+    model = load(name)
+    folded = {v.name: e.value for v in model.graph.value_info for e in v.metadata_props if e.key == FOLDED}
+    strip_names(model)
+    for value in model.graph.value_info:
+        if value.name in folded and not renamed:
+            value.metadata_props.add(key=FOLDED, value=folded[value.name])
+    if renamed:
+        new = {t: n for t, text in folded.items() for n in ast.literal_eval(text) if n.endswith(".weight")}
+        for n in model.graph.node:
+            n.input[:] = [new.get(t, t) for t in n.input]
+        for tensor in model.graph.initializer:
+            tensor.name = new.get(tensor.name, tensor.name)
+        del model.graph.value_info[:]
+    return model
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+@pytest.mark.parametrize("name", [*DYNAMO, "real_layer_fp16", "qsa2_decode", "qsa_lm"])
+def test_weight_names_and_scopes_agree(name: str, renamed: bool) -> None:
+    model = weight_named(name, renamed=renamed)
+    by_weight, by_scope = find(weight_names, model), find(scopes, load(name))
+    assert [a.layer for a in by_weight] == [a.layer for a in by_scope]
+    assert {a.strategy for a in find_layers(GraphIndex(model))} == {"weight names"}
+    for a, b in zip(by_weight, by_scope, strict=True):
+        assert (a.projections, a.gate.attention) == (b.projections, b.gate.attention)
+        assert {n: norm.output for n, norm in a.norms.items()} == {n: norm.output for n, norm in b.norms.items()}
+
+
+@pytest.mark.parametrize("text", ["", "[", "7", "['a'", "None"])
+def test_damaged_weight_names_are_ignored(text: str) -> None:
+    model = strip_names(load())
+    for value in model.graph.value_info:
+        value.metadata_props.add(key=FOLDED, value=text)
+    assert find(weight_names, model) == []
 
 
 def test_layers_come_in_graph_order() -> None:
@@ -105,6 +148,7 @@ def test_plain_attention_and_routers_are_no_qsa(topk: bool) -> None:
         find_layers(GraphIndex(plain_attention(topk)))
 
 
+@pytest.mark.pitfall(35)
 @pytest.mark.parametrize("op", ["QsaAttention", "QsaAttentionPlugin"])
 @pytest.mark.parametrize("where", ["graph", "body", "function"])
 def test_patched_nodes_are_seen_everywhere(op: str, where: str) -> None:
