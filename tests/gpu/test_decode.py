@@ -64,6 +64,7 @@ def host_of(
     return spec, DecodeHost(spec.geometry, inputs, portable)
 
 
+@pytest.mark.pitfall(9, 10, 11, 12, 13, 14, 16)
 @pytest.mark.parametrize("lengths_of", [short_lengths, budget_lengths])
 @pytest.mark.parametrize("name", list(SPECIALISATIONS))
 def test_boundaries_match_the_reference(name: str, lengths_of: Callable[[Specialisation], list[int]]) -> None:
@@ -86,6 +87,7 @@ def test_long_contexts_match_the_reference(name: str, portable: bool) -> None:
     assert deviation.pool_ulps <= POOL_ULPS
 
 
+@pytest.mark.pitfall(14)
 def test_rows_of_a_batch_equal_the_rows_alone() -> None:
     """Kind 14, bit for bit. The splits of a row depend on the batch size, so a row alone runs in a batch as wide."""
     lengths = [1, 5000, 2051, 0]
@@ -99,6 +101,7 @@ def test_rows_of_a_batch_equal_the_rows_alone() -> None:
         assert not alone.output[np.arange(4) != row].any()
 
 
+@pytest.mark.pitfall(19)
 @pytest.mark.parametrize("portable", [False, True], ids=["native", "portable"])
 def test_a_hundred_runs_are_bitwise_equal(portable: bool) -> None:
     """Kind 19: the merge order is fixed, counters and partials are garbage before each run.
@@ -113,6 +116,7 @@ def test_a_hundred_runs_are_bitwise_equal(portable: bool) -> None:
         assert np.array_equal(first.blocks[3], again.blocks[3])
 
 
+@pytest.mark.pitfall(25)
 def test_a_graph_replays_with_other_lengths() -> None:
     """Kind 25: captured at one length, replayed across the dense/sparse switch; equal to eager, bit for bit."""
     _, host = host_of("real-fp16", [6000, 6000])
@@ -133,6 +137,7 @@ def test_a_graph_replays_with_other_lengths() -> None:
         assert np.array_equal(eager.pool.view(np.uint16), replayed.pool.view(np.uint16))
 
 
+@pytest.mark.pitfall(25)
 def test_a_thousand_replays_are_equal() -> None:
     """Kind 25. Neither length completes a block, so a step overwrites its own pool rows with the same values."""
     _, host = host_of("real-fp16", [6001, 33])
@@ -146,6 +151,7 @@ def test_a_thousand_replays_are_equal() -> None:
     assert np.array_equal(first.pool.view(np.uint16), last.pool.view(np.uint16))
 
 
+@pytest.mark.pitfall(17)
 def test_forbidden_device_values_store_zeros_and_write_nothing() -> None:
     """Kind 17: too long for the page table or the rope table, negative, live page ids out of range."""
     spec, host = host_of("group-1", [300, 200, 100, 50, 290, 299], max_positions=299)
@@ -163,6 +169,7 @@ def test_forbidden_device_values_store_zeros_and_write_nothing() -> None:
     compare(spec.geometry, host.inputs, result, band(spec))
 
 
+@pytest.mark.pitfall(18)
 def test_chosen_scale_and_large_values() -> None:
     """Kind 18: dots beyond 65,504 stay finite."""
     spec, host = host_of("group-16", [3000, 700])
@@ -173,6 +180,7 @@ def test_chosen_scale_and_large_values() -> None:
     assert compare(spec.geometry, host.inputs, result, band(spec)).rows_with_other_sets <= 1
 
 
+@pytest.mark.pitfall(22)
 def test_long_request_after_a_short_one_in_the_same_pages() -> None:
     """Kind 22, decode's half: 40 steps from a stale pool equal 40 steps from a NaN pool."""
     spec = SPECIALISATIONS["budget-odd-blocks"]

@@ -63,6 +63,7 @@ def same(one: PrefillResult, other: PrefillResult) -> bool:
     )
 
 
+@pytest.mark.pitfall(9, 10, 11, 12, 14, 15, 16)
 @pytest.mark.parametrize("portable", [False, True], ids=["native", "portable"])
 @pytest.mark.parametrize("name", list(SPECIALISATIONS))
 def test_short_prompts_match_the_reference(name: str, portable: bool) -> None:
@@ -71,6 +72,7 @@ def test_short_prompts_match_the_reference(name: str, portable: bool) -> None:
     check(name, [1, 2, 3, r, 0, r + 1, 2 * r - 1, 127, 128, 129, 256], seq_len=259, portable=portable)
 
 
+@pytest.mark.pitfall(11)
 @pytest.mark.parametrize("portable", [False, True], ids=["native", "portable"])
 @pytest.mark.parametrize("name", [n for n, s in SPECIALISATIONS.items() if s.indexer_budget <= LONGEST_BUDGET])
 def test_prompts_around_and_past_the_budget_match_the_reference(name: str, portable: bool) -> None:
@@ -81,6 +83,7 @@ def test_prompts_around_and_past_the_budget_match_the_reference(name: str, porta
     check(name, lengths, seq_len=budget + 211, portable=portable)
 
 
+@pytest.mark.pitfall(11)
 @pytest.mark.parametrize("length", range(2047, 2054))
 def test_the_real_budget_boundary(length: int) -> None:
     """Kind 11: 2047 to 2053."""
@@ -92,6 +95,7 @@ def test_long_prompts_match_the_reference(name: str) -> None:
     check(name, [5003, 3000])
 
 
+@pytest.mark.pitfall(14)
 def test_sequences_of_a_batch_equal_the_sequences_alone() -> None:
     """Kind 14, bit for bit."""
     lengths = [1, 3000, 2051, 0]
@@ -111,6 +115,7 @@ def test_runs_are_bitwise_equal() -> None:
         assert same(first, host.run())
 
 
+@pytest.mark.pitfall(25)
 def test_a_graph_replays_with_other_lengths() -> None:
     """Kind 25: captured at one length, replayed across the dense/sparse switch; equal to eager, bit for bit."""
     _, host = host_of("real-fp16", [2600, 2600])
@@ -126,6 +131,7 @@ def test_a_graph_replays_with_other_lengths() -> None:
         assert same(eager, host.result())
 
 
+@pytest.mark.pitfall(17)
 def test_forbidden_device_values_store_zeros_and_write_nothing() -> None:
     """Kind 17: lengths past S are clipped, negative ones inactive; a live page id out of range stops its sequence."""
     spec, host = host_of("group-1", [300, 300, 100, 50, 290, 299])
@@ -143,6 +149,7 @@ def test_forbidden_device_values_store_zeros_and_write_nothing() -> None:
     compare(spec.geometry, host.inputs, result, band(spec))
 
 
+@pytest.mark.pitfall(18)
 def test_large_values_stay_finite() -> None:
     """Kind 18: dots beyond 65,504."""
     spec, host = host_of("group-16", [2300, 700])
@@ -152,6 +159,7 @@ def test_large_values_stay_finite() -> None:
     print(deviation)
 
 
+@pytest.mark.pitfall(26)
 def test_nothing_is_allocated_or_loaded_in_a_capture() -> None:
     """Kind 26: a capture in thread-local mode fails on the first forbidden call."""
     _, host = host_of("group-7", [700])

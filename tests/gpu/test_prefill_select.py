@@ -75,6 +75,7 @@ def distributions(n: int) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.pitfall(1, 3, 5, 6)
 @pytest.mark.parametrize("n", [513, 516, 1000, 8192, 16448, 30938, 65504, 262144])
 def test_exact_in_every_distribution(n: int) -> None:
     """Kinds 1, 3, 5, 6: two runs, all rows of one launch."""
@@ -92,6 +93,7 @@ def test_rows_within_the_budget_take_everything() -> None:
         assert np.array_equal(lists[row], expected(values))
 
 
+@pytest.mark.pitfall(8)
 def test_seventy_thousand_rows() -> None:
     """Kind 8: grids beyond 65,535."""
     base = np.random.default_rng(0).random(600).astype(np.float32)

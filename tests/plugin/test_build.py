@@ -99,6 +99,7 @@ class Build:
         return profile
 
 
+@pytest.mark.pitfall(28)
 @pytest.mark.parametrize("surface", [TensorProto.FLOAT16, TensorProto.BFLOAT16])
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("spelling", [{}, EDGE_LLM])
@@ -147,6 +148,7 @@ def test_copied_pools_build(trt: Any) -> None:
     assert len(bytes(Build(trt, qsa_model(1, geometry=replace(SMALL, pool_io=int(PoolIO.COPY)))).run())) > 0
 
 
+@pytest.mark.pitfall(31)
 def test_kind_31_fp32_surface_fails_with_the_plugins_own_error(trt: Any) -> None:
     build = Build(trt, qsa_model(1, surface=TensorProto.FLOAT))
     assert not build.parsed
@@ -156,6 +158,7 @@ def test_kind_31_fp32_surface_fails_with_the_plugins_own_error(trt: Any) -> None
     assert isinstance(error.error, ContractError)
 
 
+@pytest.mark.pitfall(31)
 def test_kind_31_an_impossible_attribute_fails_with_the_plugins_own_error(trt: Any) -> None:
     model = qsa_model(1)
     node = next(n for n in model.graph.node if n.op_type == "QsaAttention")
@@ -167,6 +170,7 @@ def test_kind_31_an_impossible_attribute_fails_with_the_plugins_own_error(trt: A
     )
 
 
+@pytest.mark.pitfall(31)
 def test_kind_31_a_profile_that_does_not_fit_fails_with_the_plugins_own_error(trt: Any) -> None:
     build = Build(trt, qsa_model(1))
     assert build.run(positions=MAX_SEQ - 1) is None
@@ -176,6 +180,7 @@ def test_kind_31_a_profile_that_does_not_fit_fails_with_the_plugins_own_error(tr
     assert "rope_rotary_cos_sin: got [1, 255, 32]; expected at least S = 256 positions (axis 1)" in str(error)
 
 
+@pytest.mark.pitfall(31)
 def test_kind_31_a_node_beyond_the_kernels_fails_with_the_plugins_own_error(trt: Any) -> None:
     build = Build(trt, qsa_model(1, geometry=replace(SMALL, head_size=96)))
     assert build.run() is None

@@ -32,6 +32,7 @@ def _forget() -> Iterator[None]:
     clear_errors()
 
 
+@pytest.mark.pitfall(31)
 def test_kind_31_an_exception_is_remembered_and_raised_on() -> None:
     error = ValueError("no such shape")
     with pytest.raises(ValueError, match="no such shape"):
@@ -40,6 +41,7 @@ def test_kind_31_an_exception_is_remembered_and_raised_on() -> None:
     assert str(first_error()) == "plugin layer 'qsa_3', fail: no such shape"
 
 
+@pytest.mark.pitfall(31)
 def test_kind_31_the_memory_becomes_one_error_for_the_user() -> None:
     with pytest.raises(KeyError):
         Layer("a").fail(KeyError())

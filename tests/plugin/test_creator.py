@@ -89,12 +89,14 @@ def test_a_foreign_creator_of_our_name_is_an_error() -> None:
     assert said.endswith("refused the creator QsaAttention: its registry already holds one of that name")
 
 
+@pytest.mark.pitfall(28)
 @pytest.mark.parametrize("name", NAMES)
 def test_kind_28_the_registry_finds_the_creator(name: str) -> None:
     found = creator(name)
     assert (found.name, found.plugin_version, found.plugin_namespace) == (name, "1", "")
 
 
+@pytest.mark.pitfall(28)
 def test_kind_28_a_fresh_process_creates_the_plugin_of_an_engine() -> None:
     code = """
 import qsa_plugin
@@ -107,6 +109,7 @@ print(plugin.plugin_name, plugin.geometry.indexer_budget)
     assert run_python(code) == "QsaAttention 64"
 
 
+@pytest.mark.pitfall(29)
 def test_kind_29_declared_fields_survive_gc() -> None:
     trt = tensorrt()
     kinds = {int: trt.PluginFieldType.INT32, float: trt.PluginFieldType.FLOAT32}
@@ -130,6 +133,7 @@ def test_missing_optional_attributes_get_their_defaults() -> None:
     assert plugin.layer_name == "layer_7"
 
 
+@pytest.mark.pitfall(31)
 def test_kind_31_a_missing_required_attribute_is_named_and_remembered() -> None:
     values = GEOMETRY.to_attributes()
     del values["indexer_budget"]
@@ -153,6 +157,7 @@ def test_attributes_without_data_count_as_absent_and_lists_are_refused() -> None
     assert arrays
 
 
+@pytest.mark.pitfall(32)
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 0, None])
 def test_kind_32_a_newer_or_unknown_format_is_refused(version: int | None) -> None:
     values = GEOMETRY.to_attributes()
@@ -167,6 +172,7 @@ def test_kind_32_a_newer_or_unknown_format_is_refused(version: int | None) -> No
     assert first_error() is not None
 
 
+@pytest.mark.pitfall(32)
 def test_kind_32_this_format_is_read() -> None:
     values = {**GEOMETRY.to_attributes(), "format_version": FORMAT_VERSION, "attention_scale": -2.0}
     assert create(values, "RUNTIME").geometry.attention_scale == -2.0

@@ -66,6 +66,7 @@ def test_one_object_has_three_capabilities(trt: Any) -> None:
     assert type(plugin).__bases__[1:] == bases
 
 
+@pytest.mark.pitfall(28)
 @pytest.mark.parametrize("name", ["QsaAttention", "QsaAttentionPlugin"])
 def test_kind_28_plugin_creator_and_node_agree_on_the_name(name: str) -> None:
     for plugin in (build_plugin(name=name), runtime_plugin(name=name)):
@@ -73,6 +74,7 @@ def test_kind_28_plugin_creator_and_node_agree_on_the_name(name: str) -> None:
         assert plugin.num_outputs == 2
 
 
+@pytest.mark.pitfall(29)
 @pytest.mark.parametrize(
     "change",
     [
@@ -96,6 +98,7 @@ def test_kind_29_every_field_survives_clone_attach_and_serialisation(change: dic
     assert built.clone() is not built
 
 
+@pytest.mark.pitfall(29)
 def test_kind_29_fields_survive_gc_between_getting_and_reading() -> None:
     plugin = build_plugin(replace(GEOMETRY, attention_scale=-0.5))
     fields = plugin.get_fields_to_serialize()
@@ -109,6 +112,7 @@ def test_kind_29_fields_survive_gc_between_getting_and_reading() -> None:
     assert expected["num_q_heads"] == 4
 
 
+@pytest.mark.pitfall(32)
 def test_kind_32_fields_carry_the_format_version() -> None:
     fields = field_values(build_plugin().get_fields_to_serialize())
     assert fields["format_version"] == FORMAT_VERSION
@@ -133,6 +137,7 @@ def test_outputs_have_the_surface_dtype(trt: Any, surface: str) -> None:
     assert build_plugin().get_output_data_types(types) == [dtype, dtype]
 
 
+@pytest.mark.pitfall(31)
 def test_kind_31_fp32_surface_is_refused_and_remembered(trt: Any) -> None:
     types = [trt.DataType.FLOAT for _ in INPUTS]
     with pytest.raises(ContractError, match="qkv: got FLOAT; expected HALF or BF16"):
@@ -168,6 +173,7 @@ class OneDesc:
         raise AssertionError("supports_format_combination must not read dims")
 
 
+@pytest.mark.pitfall(30)
 @pytest.mark.parametrize("surface", ["HALF", "BF16"])
 def test_kind_30_formats_look_at_no_dims_and_no_later_position(trt: Any, surface: str) -> None:
     plugin = build_plugin()
@@ -233,6 +239,7 @@ def test_configure_refuses_a_malformed_profile(trt: Any, name: str, shape: tuple
         configure(trt, {**call_shapes(LARGEST), name: shape})
 
 
+@pytest.mark.pitfall(30)
 def test_kind_30_configure_copes_with_unknown_sizes(trt: Any) -> None:
     everything_unknown = {name: (-1,) * len(shape) for name, shape in call_shapes(LARGEST).items()}
     configure(trt, everything_unknown)
@@ -259,6 +266,7 @@ def test_workspace_comes_from_the_maximum_of_the_profile(trt: Any) -> None:
     assert build_plugin().get_workspace_size(*descs) == reported_size(GEOMETRY, largest) > 0
 
 
+@pytest.mark.pitfall(30)
 def test_kind_30_no_workspace_is_reported_for_an_unknown_maximum(trt: Any) -> None:
     descs = profile_descs(trt, {**call_shapes(LARGEST), "context_lengths": (-1,)})
     with pytest.raises(ContractError, match=r"context_lengths: got \[-1\]; expected a known maximum"):
@@ -360,6 +368,7 @@ def test_a_format_that_is_not_linear_is_refused(trt: Any) -> None:
         plugin.enqueue(*descs, *addresses(), 0x1000, 0)
 
 
+@pytest.mark.pitfall(24)
 @pytest.mark.parametrize("pool_io", [PoolIO.IN_PLACE, PoolIO.ALIAS])
 def test_kind_24_differing_pools_are_refused_in_place_and_aliased(pool_io: PoolIO, launched: list[Any]) -> None:
     plugin = runtime_plugin(replace(GEOMETRY, pool_io=int(pool_io)))
@@ -374,6 +383,7 @@ def test_kind_24_differing_pools_are_refused_in_place_and_aliased(pool_io: PoolI
     assert len(launched) == 1
 
 
+@pytest.mark.pitfall(24)
 def test_kind_24_equal_pools_are_refused_when_the_pool_is_copied(launched: list[Any]) -> None:
     plugin = runtime_plugin(replace(GEOMETRY, pool_io=int(PoolIO.COPY)))
     with pytest.raises(ContractError, match=r"present_key_value: got address 0x30000, that of past_key_value"):
@@ -419,6 +429,7 @@ def test_on_shape_change_makes_a_changed_dtype_visible(trt: Any) -> None:
         enqueue(plugin, call_shapes(DECODE), types=types)
 
 
+@pytest.mark.pitfall(31)
 def test_kind_31_an_error_of_enqueue_names_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise FailedError("a kernel launch failed: CUDA_ERROR_UNKNOWN")

@@ -54,6 +54,7 @@ def smaller_and_largest(draw: st.DrawFn) -> tuple[Call, Call]:
     return smaller, largest
 
 
+@pytest.mark.pitfall(21)
 @given(geometries(), smaller_and_largest())
 def test_kind_21_reported_covers_every_smaller_call(geometry: Geometry, calls: tuple[Call, Call]) -> None:
     smaller, largest = calls
@@ -75,6 +76,7 @@ def test_slots_are_aligned_apart_and_inside(geometry: Geometry, calls: tuple[Cal
             assert found.offsets[slot.name] + nbytes <= end
 
 
+@pytest.mark.pitfall(21)
 @given(geometries(), st.integers(1, 64), st.integers(16_384, 1 << 20))
 def test_kind_21_no_term_grows_with_the_square_of_the_prompt(geometry: Geometry, batch: int, seq_len: int) -> None:
     """The step from 2S to 3S tokens needs no more than the step from S to 2S, but for rounding.

@@ -38,6 +38,7 @@ def logits(path: Path) -> np.ndarray:
     return session.prefill(original.tokens(np.random.default_rng(0), 1, 50), [50]).outputs["logits"]
 
 
+@pytest.mark.pitfall(33)
 def test_external_data_stays_where_it_is(external: Path) -> None:
     """Next to MODEL nothing is copied: OUT refers to the same file."""
     patch_onnx(external, dtype="fp32")
@@ -48,6 +49,7 @@ def test_external_data_stays_where_it_is(external: Path) -> None:
     assert np.array_equal(logits(output), logits(external.with_name("inline.onnx")))
 
 
+@pytest.mark.pitfall(33)
 def test_external_data_follows_to_another_folder(external: Path, tmp_path: Path) -> None:
     output = tmp_path / "elsewhere" / "out.onnx"
     output.parent.mkdir()
@@ -103,6 +105,7 @@ def test_data_outside_the_folder(location: str, tmp_path: Path) -> None:
     assert refusal(referring_to(location, folder)).startswith(f"external data: got {location}; expected a path inside")
 
 
+@pytest.mark.pitfall(35)
 def test_data_of_a_local_function_is_judged_too(tmp_path: Path) -> None:
     model = onnx.load(referring_to("../w.data", tmp_path), load_external_data=False)
     weight = helper.make_node("Constant", [], ["c"])
@@ -229,6 +232,7 @@ print(len(report.layers), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 GIB = 1 << 30
 
 
+@pytest.mark.pitfall(33)
 @pytest.mark.parametrize(
     ("out", "how"),
     [

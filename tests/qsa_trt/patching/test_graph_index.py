@@ -33,6 +33,7 @@ def test_dead_nodes_are_no_readers() -> None:
     assert [n.op for n in graph.readers("x")] == ["Neg"]
 
 
+@pytest.mark.pitfall(35)
 def test_bodies_read_from_outside() -> None:
     inner = helper.make_graph(
         [make("Add", "y local", "z")],

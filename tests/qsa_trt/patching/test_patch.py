@@ -34,6 +34,7 @@ SAMPLES = [
 OTHER_SAMPLES = [("layer-script-static-eager", {"indexer_budget": 16}), ("qsa2_prefill-cpu", None)]
 
 
+@pytest.mark.pitfall(37)
 @pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.parametrize("dtype", [None, "fp32", "bf16"])
 def test_samples_are_patched_unchanged(name: str, dtype: Any, tmp_path: Path) -> None:
@@ -106,6 +107,7 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert text.splitlines()[-1] == f"would be written: {tmp_path / 'out.onnx'} (dry run: nothing was written)"
 
 
+@pytest.mark.pitfall(36)
 def test_patched_model_is_left_alone(tmp_path: Path) -> None:
     patch_onnx(LM, tmp_path / "once.onnx")
     report = patch_onnx(tmp_path / "once.onnx", tmp_path / "twice.onnx")
@@ -135,6 +137,7 @@ def test_half_patched_model_is_reported(tmp_path: Path) -> None:
     assert [w.endswith("is still an indexer in plain operators") for w in report.warnings] == [True, True]
 
 
+@pytest.mark.pitfall(36)
 def test_model_without_qsa(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="no QSA attention in this model; looked for") as error:
         patch_onnx(MODELS / "plain_qwen3.onnx", tmp_path / "out.onnx")

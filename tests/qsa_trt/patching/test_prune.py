@@ -121,6 +121,7 @@ def test_nothing_dangles(tmp_path: Path) -> None:
         assert not [n for n in model.graph.node if n.op_type in ("TopK", "Softmax") and "self_attn" in str(n)]
 
 
+@pytest.mark.pitfall(37)
 def test_untouched_nodes_keep_everything(tmp_path: Path) -> None:
     """Name, attributes, metadata and doc strings; only the exporter's stack traces go, everywhere."""
     model = load()
@@ -149,6 +150,7 @@ def test_untouched_nodes_keep_everything(tmp_path: Path) -> None:
     assert (patched.doc_string, patched.ir_version, patched.producer_name) == ("model doc", 10, "pytorch")
 
 
+@pytest.mark.pitfall(37)
 @pytest.mark.parametrize("name", ["layer-script-18-eager", "qsa_lm", "layer-dynamo-23-sdpa"])
 def test_versions_stay(name: str, tmp_path: Path) -> None:
     before = load(name)

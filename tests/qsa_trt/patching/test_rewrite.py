@@ -177,6 +177,7 @@ def test_biases_stay_in_the_graph(tmp_path: Path) -> None:
     assert packed.input[1] == "biased"
 
 
+@pytest.mark.pitfall(34)
 def test_shared_gamma_leaves_the_other_layer_alone(tmp_path: Path) -> None:
     """Two layers that share an initializer get weights of their own."""
     model = load()
@@ -194,6 +195,7 @@ def test_shared_gamma_leaves_the_other_layer_alone(tmp_path: Path) -> None:
         assert np.array_equal(constant(patched, first[name]), constant(patched, second[name]))
 
 
+@pytest.mark.pitfall(34)
 def test_names_that_are_taken(tmp_path: Path) -> None:
     """The model's own tensors, inputs and dims keep their names; the new ones step aside, and that is said."""
     model, layer = load(), first_layer()

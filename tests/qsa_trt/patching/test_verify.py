@@ -62,6 +62,7 @@ def test_reader_outside_the_cut() -> None:
     )
 
 
+@pytest.mark.pitfall(35)
 def test_reader_inside_an_if() -> None:
     """A body that takes a cut tensor from outside is a reader like any other."""
     model = load()
