@@ -19,13 +19,16 @@ from ..patching.anchors import Anchors, LayerRefusedError, StrategyRefusedError
 from ..patching.config import Config
 from ..patching.detect import STRATEGIES, patched_nodes
 from ..patching.files import ModelFile
-from ..patching.fused_ops import plain_index
 from ..patching.graph_index import GraphIndex, Node
 from ..patching.norms import find_norms
+from ..patching.plain_form import to_plain_form
 from ..patching.plan import make_plan, plain_attributes
 from ..patching.structure import indexers
 from ..patching.verify import check_layer
 from .layer_table import HEAD, row
+
+#: onnxruntime's own operators, where there are no anchors to look for.
+_SPARSE_OPS = frozenset({"SparseAttentionIndexer", "PackedSparseAttentionIndexer", "SparsePagedAttention"})
 
 
 @dataclass(frozen=True)
@@ -129,21 +132,21 @@ def _listed(title: str, items: tuple[str, ...]) -> list[str]:
 
 
 def inspect_onnx(source: ModelFile, config: Config) -> OnnxInspection:
-    """Find the attention of a loaded model; nothing is changed, and no weight above a gamma's size is read.
+    """Find the attention of a loaded model; no file is changed, and no weight above a gamma's size is read.
 
     Args:
         source: the file.
         config: the model's config; empty when none is given.
     """
     model = source.model
-    index, _ = plain_index(model, source.folder)
+    index = to_plain_form(model, source.folder).index
     patched = bool(patched_nodes(model))
     blocked = ""
     if patched:
         layers = [_patched_layer(index, node) for node in qsa_nodes(model)]
         covered: set[Node] = set()
     else:
-        layers, covered, blocked = _plain_layers(index, config)
+        layers, covered, blocked = _unpatched_layers(index, config)
     weights = {tensor.name for tensor in model.graph.initializer}
     return OnnxInspection(
         file=source.path,
@@ -163,7 +166,7 @@ def inspect_onnx(source: ModelFile, config: Config) -> OnnxInspection:
 def _patched_layer(index: GraphIndex, node: QsaNode) -> LayerFinding:
     types = {name: index.elem_type(tensor) for name, tensor in node.inputs.items()}
     known = next((types[name] for name in ("past_key_value", "qkv") if types[name]), TensorProto.UNDEFINED)
-    surface = "" if known == TensorProto.UNDEFINED else str(helper.tensor_dtype_to_np_dtype(known))
+    surface = _name(known)
     rotary = index.last_dim(node.inputs["rope_rotary_cos_sin"])
     itemsize = helper.tensor_dtype_to_np_dtype(known).itemsize if surface else 0
     g = node.geometry
@@ -192,8 +195,22 @@ def _notes(index: GraphIndex) -> list[str]:
     return [*notes, "the definition for onnxruntime is " + ("in the file" if body else "not in the file")]
 
 
-def _plain_layers(index: GraphIndex, config: Config) -> tuple[list[LayerFinding], set[Node], str]:
+def _unpatched_layers(index: GraphIndex, config: Config) -> tuple[list[LayerFinding], set[Node], str]:
     """The layers that patch-onnx finds, the nodes in their cuts, and what else blocks the model."""
+    try:
+        plans = make_plan(index, config, None, PoolIO.IN_PLACE).layers
+    except RefusedError as refusal:
+        layers, covered = _one_by_one(index, config)
+        return layers, covered, "" if any(layer.blocked for layer in layers) else str(refusal)
+    layers = [
+        LayerFinding(p.cut.layer, p.cut.strategy, p.attributes.geometry, p.attributes.rotary_dims, _name(p.graph_type))
+        for p in plans
+    ]
+    return layers, {node for plan in plans for node in plan.cut.nodes}, ""
+
+
+def _one_by_one(index: GraphIndex, config: Config) -> tuple[list[LayerFinding], set[Node]]:
+    """The layers in plain operators of a model that is refused, each judged by itself."""
     anchors, refusals = _found(index)
     layers: list[LayerFinding] = []
     covered: set[Node] = set()
@@ -205,27 +222,21 @@ def _plain_layers(index: GraphIndex, config: Config) -> tuple[list[LayerFinding]
         except LayerRefusedError as error:
             layers.append(LayerFinding(layer.layer, layer.strategy, blocked=f"{error.place}: {error.reason}"))
         else:
-            key = index.elem_type(layer.projections["k_proj"])
-            surface = str(helper.tensor_dtype_to_np_dtype(key)) if key else ""
-            layers.append(
-                LayerFinding(layer.layer, layer.strategy, attributes.geometry, attributes.rotary_dims, surface)
-            )
+            dtype = _name(index.elem_type(layer.projections["k_proj"]))
+            layers.append(LayerFinding(layer.layer, layer.strategy, attributes.geometry, attributes.rotary_dims, dtype))
     layers += [LayerFinding(r.layer, "in part", blocked=f"{r.place}: {r.reason}") for r in refusals]
-    try:
-        plans = make_plan(index, config, None, PoolIO.IN_PLACE).layers
-    except RefusedError as error:
-        return layers, covered, "" if any(layer.blocked for layer in layers) else str(error)
-    if not layers:  # operators of onnxruntime, which need no anchors
-        layers = [
-            LayerFinding(plan.cut.layer, plan.cut.strategy, plan.attributes.geometry, plan.attributes.rotary_dims)
-            for plan in plans
-        ]
-        covered = {node for plan in plans for node in plan.cut.nodes}
-    return layers, covered, ""
+    return layers, covered
+
+
+def _name(elem_type: int) -> str:
+    """NumPy's name of an element type; empty where it is unknown."""
+    return str(helper.tensor_dtype_to_np_dtype(elem_type)) if elem_type else ""
 
 
 def _found(index: GraphIndex) -> tuple[list[Anchors], list[LayerRefusedError]]:
     """The layers of the first strategy that sees all it finds, else of the one that sees most, and what it refuses."""
+    if any(node.op in _SPARSE_OPS for node in index.nodes):
+        return [], []
     norms = find_norms(index)
     best: tuple[list[Anchors], list[LayerRefusedError]] = ([], [])
     for find in STRATEGIES:
@@ -247,7 +258,7 @@ def _is_attention(index: GraphIndex, node: Node) -> bool:
     """An Attention operator, or a Softmax over a product of two activations and what masks and scales it."""
     if node not in index.live or node.op == "QsaAttention":
         return False
-    if "Attention" in node.op:
+    if node.op.endswith("Attention"):
         return True
     if node.op != "Softmax":
         return False

@@ -12,6 +12,7 @@ from qsa_plugin.errors import ContractError, InputError
 from qsa_trt import cli
 from qsa_trt.inspecting import OnnxInspection, inspect
 from qsa_trt.patching import patch_onnx
+from tests.support.forms import as_sparse_ops
 from tests.support.graphs import load
 from tests.support.originals import MODELS, model_path
 
@@ -67,6 +68,28 @@ def test_an_attribute_that_the_graph_does_not_tell() -> None:
     [layer] = look(path, config={"indexer_budget": 16}).layers
     assert layer.geometry is not None
     assert (layer.blocked, layer.geometry.indexer_budget) == ("", 16)
+
+
+@pytest.mark.parametrize("revision", ["new", "old"])
+def test_operators_of_onnxruntime(revision: str, tmp_path: Path) -> None:
+    onnx.save(as_sparse_ops(revision), tmp_path / "sparse.onnx")
+    found = look(tmp_path / "sparse.onnx")
+    assert [layer.found_by for layer in found.layers] == ["com.microsoft operators"] * 2
+    assert [layer.geometry for layer in found.layers] == [layer.geometry for layer in look(LM).layers]
+    assert found.others == ()
+
+
+def test_their_token_packed_form(tmp_path: Path) -> None:
+    model = as_sparse_ops()
+    next(n for n in model.graph.node if n.op_type == "SparseAttentionIndexer").op_type = "PackedSparseAttentionIndexer"
+    onnx.save(model, tmp_path / "packed.onnx")
+    found = look(tmp_path / "packed.onnx")
+    assert found.layers == ()
+    assert "token-packed" in found.blocked
+
+
+def test_siblings_packed_by_fusions() -> None:
+    assert [layer.blocked for layer in look(model_path("qsa2_prefill-cpu")).layers] == ["", ""]
 
 
 def test_a_model_without_qsa() -> None:
