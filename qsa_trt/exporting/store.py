@@ -20,7 +20,8 @@ from .trace import Weight
 
 #: Above this size weights go to a file of their own, unless an option says otherwise.
 INLINE_BYTES = 64 << 20
-_PROTOBUF_LIMIT = (1 << 31) - 1
+#: protobuf ends at 2 GiB; the graph itself takes some of it.
+_PROTOBUF_LIMIT = 2_000_000_000
 #: Offsets of external tensors are multiples of a page, so that runtimes can map them.
 _ALIGNMENT = 4096
 

@@ -133,6 +133,16 @@ class TestFiles:
         first, second, third = (path.read_bytes() for path in files)
         assert first == second != third
 
+    def test_the_command_prints_what_it_made(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        config, output = checkpoints.config_file(tmp_path), tmp_path / "m.onnx"
+        arguments = ["--random-init", "0", "--layers", "1", "--only-attention", "--rope-table", "initializer"]
+        assert cli.main(["export", str(config), "-o", str(output), *arguments, "--max-positions", "300"]) == 0
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        assert captured.out.splitlines()[0] == (f"{config}: layers 1-1 of 2 exported in fp16, with QsaAttention nodes")
+        assert "rope: table baked in, 300 positions (" in captured.out
+        assert captured.out.endswith(f"written: {output}\n")
+
     def test_a_hybrid_model_gives_its_qsa_layers(self, tmp_path: Path) -> None:
         types = ["linear_attention", "qwen_sparse_attention", "linear_attention"]
         config = checkpoints.config_file(
