@@ -92,6 +92,7 @@ class InputMaker:
             fill(context.buffers[name], block)
         if case.mode is Mode.DECODE:  # a prefill makes the pool that it reads
             fill(context.buffers["past_key_value"], self._pool(case))
+        device.synchronize()  # copies on the device are not waited for, and the context's stream would not
 
     def _small(self, case: Case) -> dict[str, Array]:
         rng, shapes = self._rng, shapes_of_case(case, self._geometry)
