@@ -16,7 +16,7 @@ from qsa_plugin import contract
 from qsa_plugin.errors import QsaError
 
 from . import __version__
-from .machine_commands import EPILOG, cache_command
+from .machine_commands import EPILOG, cache_command, doctor_command, selftest_command
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -262,7 +262,9 @@ def inspect_command(file: str, as_json: bool, **options: Any) -> None:
     click.echo(found.json() if as_json else found.summary())
 
 
+cli.add_command(doctor_command)
 cli.add_command(cache_command)
+cli.add_command(selftest_command)
 
 
 @cli.command("contract", epilog=EPILOG)

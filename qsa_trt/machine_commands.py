@@ -1,4 +1,4 @@
-"""The commands about this machine rather than about a model: cache."""
+"""The commands about this machine rather than about a model: doctor, cache and selftest."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ import click
 from .progress import shown
 
 EPILOG = "Exit codes: 0 done; 1 refused or failed; 2 wrong input, found before any work; 130 interrupted."
+
+
+@click.command("doctor", epilog=EPILOG)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, and nothing else.")
+def doctor_command(as_json: bool) -> int:
+    """Say what this machine offers, and what to do about what is missing; exit code 1 if it cannot patch and build."""
+    from .doctor import doctor
+
+    report = doctor()
+    click.echo(report.json() if as_json else report.summary())
+    return 0 if report.passed else 1
 
 
 @click.group("cache", epilog=EPILOG)
@@ -56,3 +67,20 @@ def cache_warm_command(model: str | None, **options: Any) -> None:
     with shown() as progress:
         report = warm_cache(model, progress=progress, **options)
     click.echo(report.summary())
+
+
+@click.command("selftest", epilog=EPILOG)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, and nothing else.")
+def selftest_command(as_json: bool) -> int:
+    """Prove on this machine what can be proven on it, with a small sample model; paste the report into a bug report.
+
+    Patching, onnxruntime against the original and against the NumPy reference, pages, kernels, an engine build; with a
+    GPU the kernels' results, and the engine itself where the installed TensorRT executes it. A check that lacks
+    something is skipped with the reason; exit code 1 if one fails.
+    """
+    from .selftest import selftest
+
+    with shown() as progress:
+        report = selftest(progress=progress)
+    click.echo(report.json() if as_json else report.summary())
+    return 0 if report.passed else 1

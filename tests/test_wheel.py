@@ -31,3 +31,7 @@ def test_every_source_file_and_kernel_is_in_it(wheel: list[str]) -> None:
         for file in package.rglob("*"):
             if file.suffix in {".py", ".cu", ".cuh", ".typed"}:
                 assert file.relative_to(package.parent).as_posix() in wheel
+
+
+def test_the_sample_model_is_in_it(wheel: list[str]) -> None:
+    assert {"qsa_trt/sample/qsa_lm.onnx", "qsa_trt/sample/qsa_lm.config.json"} <= set(wheel)
