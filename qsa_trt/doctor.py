@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from qsa_plugin import ensure_rtx_library, flavour_name, flavour_version, register, tensorrt
+from qsa_plugin import ensure_rtx_library, flavour_name, register, tensorrt
 from qsa_plugin.contract import PLUGIN_NAME
 from qsa_plugin.environment import CACHE_VARIABLE, TENSORRT_VARIABLE, cache_folder, forced_flavour
 from qsa_plugin.errors import InputError, MissingPackageError, QsaError
@@ -171,7 +171,7 @@ def _tensorrt() -> Iterator[Finding]:
         except InputError as error:
             yield Finding(name, "note", f"{_line(error.value)}; expected {error.expected}", error.fix)
         else:
-            yield Finding(name, "ok", f"{flavour_version(name)}, {Path(module.__file__ or '').parent}")
+            yield Finding(name, "ok", f"{module.__version__}, {Path(module.__file__ or '').parent}")
     try:
         winner = flavour_name()
     except QsaError as error:
@@ -295,10 +295,10 @@ def device_name() -> tuple[str, str]:
 def _polygraphy() -> Iterator[Finding]:
     entries = [e for e in importlib.metadata.entry_points(group=_ENTRY_POINTS) if e.name == "qsa-trt"]
     if not entries:
-        yield Finding("polygraphy", "note", "does not see the plugin", "pip install qsa-trt in this environment")
+        yield Finding("plugin in polygraphy", "note", "not seen", "pip install qsa-trt in this environment")
         return
     entries[0].load()
-    yield Finding("polygraphy", "ok", f"sees the plugin through {entries[0].value}")
+    yield Finding("plugin in polygraphy", "ok", f"seen through {entries[0].value}")
 
 
 def _cache() -> Iterator[Finding]:
