@@ -7,6 +7,7 @@ a context up to 131,072 tokens. Projections of the main heads repeat every 4096 
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,7 +75,7 @@ def fill(buffer: device.Buffer, block: Array) -> None:
 
 
 class InputMaker:
-    """Binds the inputs of cases; the random blocks are made once.
+    """Binds the inputs of cases, the same whichever cases are run; the random blocks are made once.
 
     Args:
         geometry: the node's attributes.
@@ -82,55 +83,56 @@ class InputMaker:
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
-        self._rng = np.random.default_rng(0)
 
     def bind(self, context: PluginContext, case: Case) -> None:
         """Place, fill and announce every tensor of the case."""
         context.shapes = shapes_of_case(case, self._geometry)
-        context.bind(self._small(case))
+        rng = np.random.default_rng(zlib.crc32(case.name.encode()))
+        context.bind(self.small(rng, case))
         for name, block in (("qkv", self._projections), ("rope_rotary_cos_sin", self._rope)):
             fill(context.buffers[name], block)
         if case.mode is Mode.DECODE:  # a prefill makes the pool that it reads
-            fill(context.buffers["past_key_value"], self._pool(case))
+            fill(context.buffers["past_key_value"], self._pool(rng, case))
         device.synchronize()  # copies on the device are not waited for, and the context's stream would not
 
-    def _small(self, case: Case) -> dict[str, Array]:
-        rng, shapes = self._rng, shapes_of_case(case, self._geometry)
+    def small(self, rng: np.random.Generator, case: Case) -> dict[str, Array]:
+        """The inputs that are made on the host: all but the projections, the rope table and the pool."""
+        shapes = shapes_of_case(case, self._geometry)
         gammas = {tensor.name: _normal(rng, shapes[tensor.name]) / 4 for tensor in INPUTS if "gamma" in tensor.name}
         for name in ("q_norm_gamma", "k_norm_gamma"):
             gammas[name] += 1
         gammas["indexer_q_norm_gamma"] = pairwise_equal(gammas["indexer_q_norm_gamma"], ROTARY_DIMS)
         lengths = np.full(shapes["context_lengths"], context_length(case), np.int32)
         return {name: gamma.astype(np.float16) for name, gamma in gammas.items()} | {
-            "index_qk": self._index_rows(case).reshape(shapes["index_qk"]),
+            "index_qk": self._index_rows(rng, case).reshape(shapes["index_qk"]),
             "context_lengths": lengths,
             "kvcache_start_index": lengths[: shapes["kvcache_start_index"][0]] - 1,
             "kv_page_table": page_table(rng, case),
         }
 
-    def _index_rows(self, case: Case) -> Array:
+    def _index_rows(self, rng: np.random.Generator, case: Case) -> Array:
         g = self._geometry
         if case.mode is Mode.PREFILL:
             target = case.jaccard
             correlation = 0.0 if target is None else correlation_for(g, case.length, target)
-            return raw_index_rows(self._rng, g, self._rope, case.length, correlation)
+            return raw_index_rows(rng, g, self._rope, case.length, correlation)
         if case.scores == "normal":
-            return _normal(self._rng, (case.batch, g.index_width)).astype(np.float16)
+            return _normal(rng, (case.batch, g.index_width)).astype(np.float16)
         return np.tile(_direction(g), g.indexer_n_heads + 1).astype(np.float16)
 
-    def _pool(self, case: Case) -> Array:
+    def _pool(self, rng: np.random.Generator, case: Case) -> Array:
         """Pages of the pool, fp16 `[pages, P, Hkv, D+Id]`, perhaps fewer than it has."""
         if case.scores == "normal":
             return self._pages
         g, plane = self._geometry, case.pages_a_sequence
         pages = np.resize(self._pages, (2 * plane, *self._pages.shape[1:]))
         kept = pages[plane:, :: g.indexer_compress_ratio, 0, g.head_size :]  # [pages, blocks a page, Id] of the V plane
-        kept[:] = block_keys(self._rng, g, case.scores, kept.shape[0] * kept.shape[1]).reshape(kept.shape)
+        kept[:] = block_keys(rng, g, case.scores, kept.shape[0] * kept.shape[1]).reshape(kept.shape)
         return pages
 
     @functools.cached_property
     def _projections(self) -> Array:
-        return _normal(self._rng, (_TOKENS, self._geometry.qkv_width)).astype(np.float16)
+        return _normal(np.random.default_rng(0), (_TOKENS, self._geometry.qkv_width)).astype(np.float16)
 
     @functools.cached_property
     def _rope(self) -> Array:
@@ -138,7 +140,7 @@ class InputMaker:
 
     @functools.cached_property
     def _pages(self) -> Array:
-        g, rng = self._geometry, self._rng
+        g, rng = self._geometry, np.random.default_rng(1)
         random = _normal(rng, (_RANDOM_PAGES, PAGE_SIZE, g.num_kv_heads, g.pool_width)).astype(np.float16)
         pages = np.resize(random, (_PAGES, *random.shape[1:]))
         pages[:, :, 0, g.head_size :] = _normal(rng, (_PAGES, PAGE_SIZE, g.indexer_head_dim))

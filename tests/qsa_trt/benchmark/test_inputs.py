@@ -39,7 +39,7 @@ def test_scores_have_the_distribution_of_their_name(kind: str) -> None:
     (case,) = select([f"decode-b1-8192-{kind.replace(' ', '-')}"], False)
     count = context_length(case) // 4
     rng = np.random.default_rng(0)
-    query = InputMaker(GEOMETRY)._index_rows(case).astype(np.float32).reshape(1, 5, -1)[:, :-1]
+    query = InputMaker(GEOMETRY).small(rng, case)["index_qk"].astype(np.float32).reshape(1, 5, -1)[:, :-1]
     query = (query * (1 + rng.standard_normal(query.shape[-1]) / 4)).astype(np.float16).astype(np.float32)  # its norm
     keys = block_keys(rng, GEOMETRY, kind, count).astype(np.float32)
     (scores,) = block_scores(query, keys)

@@ -56,7 +56,5 @@ def test_nothing_to_draw(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.jpg", "a", "absent/a.svg"])
 def test_where_it_cannot_draw(name: str, tmp_path: Path) -> None:
     RECORD.write(tmp_path / "a.json")
-    with pytest.raises(
-        InputError, match=r"OUT: got .*; expected a file in an existing folder, \.svg or"
-    ):
+    with pytest.raises(InputError, match=r"OUT: got .*; expected a file in an existing folder, \.svg or"):
         plot_record(tmp_path / "a.json", tmp_path / name)
