@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,18 +24,6 @@ class Rewritten:
 
     original: onnx.NodeProto
     plain: tuple[onnx.NodeProto, ...]
-
-
-def plain_index(model: onnx.ModelProto, folder: Path | None) -> tuple[GraphIndex, list[Rewritten]]:
-    """The index of a model whose nodes are rewritten in place by `to_plain`, and what was.
-
-    Args:
-        model: the model.
-        folder: where its external data lies.
-    """
-    index = GraphIndex(model, folder)
-    rewritten = to_plain(model, index)
-    return (GraphIndex(model, folder) if rewritten else index), rewritten
 
 
 def to_plain(model: onnx.ModelProto, index: GraphIndex) -> list[Rewritten]:

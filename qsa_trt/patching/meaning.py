@@ -125,6 +125,9 @@ class _Walk:
 
     def visit(self, node: Node) -> None:
         """Give the outputs of a node their meaning."""
+        captured = [t for t in node.reads if t not in node.inputs and t in self.meanings]
+        if captured:
+            self.fail(node, f"its body reads {captured[0]}, which the cut would remove")
         operands = [self.meanings.get(t) for t in node.inputs]
         known = [m for m in operands if m is not None]
         if not known or node.op in ("Shape", "Size"):

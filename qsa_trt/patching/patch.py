@@ -20,9 +20,10 @@ from . import rewrite
 from .config import Config, load_config
 from .detect import patched_nodes
 from .files import AddedData, ExternalData, check_output, default_output, load_model, save_model
-from .fused_ops import plain_index, restore
+from .fused_ops import restore
 from .graph_index import GraphIndex
 from .linear import behind
+from .plain_form import to_plain_form
 from .plan import TYPE_NAMES, TYPES, make_plan
 from .prune import Removed, prune, strip_stack_traces
 from .reference_body import add_reference_function
@@ -92,7 +93,8 @@ def patch_onnx(
     added = target.with_name(target.name + FUSED_SUFFIX)
     if fuse_qkv:
         check_output(source, added)
-    index, rewritten = plain_index(source.model, source.folder)
+    form = to_plain_form(source.model, source.folder)
+    index = form.index
     if patched_nodes(source.model):
         plain = [f"{topk.label} is still an indexer in plain operators" for topk, _ in indexers(index)]
         if verify:
@@ -102,13 +104,15 @@ def patch_onnx(
     plans = plan.layers
     rope, rope_text = _rope(index, plans, max_positions, config)
     warnings = _shape_warnings(index, plans)
+    if form.inlined:
+        warnings.append(f"local functions were inlined: {', '.join(form.inlined)}")
     layers = [_layer_report(index, plan) for plan in plans]
     edited = source.model
     additions = rewrite.add_layers(edited, index, plans, rope)
     rewrite.apply(edited, additions)
     fusion = fuse.fuse_qkv(edited, index, plans, additions.names, added.name) if fuse_qkv else fuse.Fusion(added.name)
     removed = prune(edited, index, plan.cache_outputs, additions.names)
-    restore(edited, rewritten)
+    restore(edited, form.rewritten)
     strip_stack_traces(edited)
     if reference_body:
         add_reference_function(edited)

@@ -11,6 +11,7 @@ from qsa_plugin.contract import PoolIO
 from . import sparse_ops
 from .anchors import refuse
 from .attributes import Attributes, read_attributes
+from .bodies import check_bodies
 from .config import Config
 from .cut import Cut
 from .detect import find_layers
@@ -44,6 +45,7 @@ def make_plan(index: GraphIndex, config: Config, dtype: str | None, pool_io: Poo
     Raises:
         RefusedError: there is no layer, or one that cannot be cut safely.
     """
+    check_bodies(index)
     layers = sparse_ops.find_layers(index, config, pool_io)
     plain = [] if layers else [check_layer(index, anchors) for anchors in find_layers(index)]
     cuts = [*plain, *(cut for cut, _ in layers)]
