@@ -36,6 +36,7 @@ class Source:
         folder: the checkpoint folder; None when a config alone was given.
         text: the text part of the config, QSA layers spelled so that every transformers understands them.
         tied: the output projection is the embedding.
+        quantised: the checkpoint's weights are not plain floats.
     """
 
     path: Path
@@ -43,6 +44,7 @@ class Source:
     folder: Path | None
     text: Mapping[str, Any]
     tied: bool
+    quantised: bool
 
 
 def load_source(path: str | os.PathLike[str]) -> Source:
@@ -50,7 +52,6 @@ def load_source(path: str | os.PathLike[str]) -> Source:
 
     Raises:
         InputError: nothing readable lies there, or it is not a `qwen4_exp` config.
-        RefusedError: the checkpoint is quantised.
     """
     path = Path(path)
     folder = path if path.is_dir() else None
@@ -64,12 +65,10 @@ def load_source(path: str | os.PathLike[str]) -> Source:
             " or ".join(MODEL_TYPES),
             "give a checkpoint of a Qwen model with sparse attention",
         )
-    for part in (content, text):
-        if part.get("quantization_config"):
-            raise RefusedError(f"{path}: its weights are quantised, and only fp32, fp16 and bf16 weights are exported")
     text = {**text, "layer_types": _layer_types(text.get("layer_types"))}
     tied = content.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    return Source(path, file, folder, text, bool(tied))
+    quantised = any(part.get("quantization_config") for part in (content, text))
+    return Source(path, file, folder, text, bool(tied), quantised)
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

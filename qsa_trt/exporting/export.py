@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from qsa_plugin.contract import PoolIO
-from qsa_plugin.errors import InputError
+from qsa_plugin.errors import InputError, RefusedError
 
 from .config import load_source
 from .report import ExportReport
@@ -91,6 +91,8 @@ def export_onnx(
         raise InputError(
             "CHECKPOINT_OR_CONFIG", source, "a checkpoint folder, for weights", "give the folder, or --random-init SEED"
         )
+    if random_init is None and loaded.quantised:
+        raise RefusedError(f"{source}: its weights are quantised, and only fp32, fp16 and bf16 weights are exported")
     options = Options(
         random_init=random_init,
         plain=plain,

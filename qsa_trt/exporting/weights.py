@@ -11,6 +11,7 @@ import math
 import re
 import zlib
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -140,14 +141,16 @@ class Checkpoint:
         Raises:
             RefusedError: a value is too large for `dtype`.
         """
-        parts = self._parts(name, shape)
-        if len(parts) == 1:
-            return self._read_part(next(iter(parts)), dtype).contiguous()
-        result = torch.empty(shape, dtype=dtype)  # [experts, ...]
-        rows = result.view(len(parts), *next(iter(parts.values())))
-        for row, part in zip(rows, parts, strict=True):
-            row.copy_(self._read_part(part, dtype))
-        return result
+        places = [self._places[part] for part in self._parts(name, shape)]
+        with ExitStack() as stack:  # files are closed at once: what was read does not stay mapped
+            files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in {p for p, _ in places}}
+            if len(places) == 1:
+                ((path, stored),) = places
+                return _converted(files[path].get_tensor(stored), dtype, f"{path}, tensor {stored}")
+            result = torch.empty(shape, dtype=dtype)  # [experts, ...]
+            for row, (path, stored) in zip(result.view(len(places), -1, shape[-1]), places, strict=True):
+                row.copy_(_converted(files[path].get_tensor(stored), dtype, f"{path}, tensor {stored}"))
+            return result
 
     def _parts(self, name: str, shape: Shape) -> dict[str, Shape]:
         """The stored tensors that make up one parameter, in order, and their shapes."""
@@ -160,21 +163,20 @@ class Checkpoint:
         part = (rows // len(pieces), columns)
         return {f"{prefix}{e}.{piece}.weight": part for e in range(experts) for piece in pieces}
 
-    def _read_part(self, name: str, dtype: torch.dtype) -> Tensor:
-        path, stored = self._places[name]
-        with safe_open(path, framework="pt") as file:  # closed at once: what was read does not stay mapped
-            tensor: Tensor = file.get_tensor(stored)
-            converted = tensor.to(dtype, copy=True)
-        lowest, highest = (value.item() for value in converted.aminmax())
-        if math.inf in (-lowest, highest) and torch.stack(tensor.aminmax()).isfinite().all():
-            raise RefusedError(
-                f"{path}, tensor {stored}: values up to {tensor.abs().max().item():g} do not fit {dtype}; export with"
-                " --dtype bf16 or fp32; nothing was written"
-            )
-        return converted
-
     def __str__(self) -> str:
         return f"{len(self.files)} safetensors files"
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype, label: str) -> Tensor:
+    """A contiguous copy in another element type."""
+    result = tensor.to(dtype, copy=True).contiguous()
+    lowest, highest = (value.item() for value in result.aminmax())
+    if math.inf in (-lowest, highest) and torch.stack(tensor.aminmax()).isfinite().all():
+        raise RefusedError(
+            f"{label}: values up to {tensor.abs().max().item():g} do not fit {dtype}; export with --dtype bf16 or fp32;"
+            " nothing was written"
+        )
+    return result
 
 
 def _places(folder: Path) -> dict[str, tuple[Path, str]]:
@@ -197,8 +199,8 @@ def _places(folder: Path) -> dict[str, tuple[Path, str]]:
             )
         files = {name: path for path in paths for name in _header(path)}
     for path in dict.fromkeys(files.values()):
-        if not path.is_file():
-            raise InputError("checkpoint file", path, "a file, since the index names it", _DOWNLOAD)
+        if path.parent != folder or not path.is_file():
+            raise InputError("checkpoint file", path, f"a file in {folder}, since the index names it", _DOWNLOAD)
     return {_parameter_name(name): (path, name) for name, path in files.items()}
 
 

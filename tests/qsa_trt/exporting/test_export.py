@@ -59,6 +59,14 @@ def test_wrong_options(tmp_path: Path, options: dict[str, Any], what: str) -> No
     assert list(tmp_path.iterdir()) == [config]
 
 
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "qwen4_exp_text", "quantization_config": {"quant_method": "fp8"}}')
+    with pytest.raises(RefusedError, match="quantised"):
+        export_onnx(tmp_path, tmp_path / "out.onnx")
+    assert list(tmp_path.iterdir()) == [config]
+
+
 def test_a_missing_package_is_one_line_and_exits_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,12 @@ def test_spellings_of_multimodal_and_base_models(checkpoint: Any, tmp_path: Path
         ),
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text(
+                json.dumps({"weight_map": {Q_PROJ: f"../{folder.name}/model.safetensors"}})
+            ),
+            "a file in ",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text(
                 json.dumps({"weight_map": {Q_PROJ: "model.safetensors", "model.x": "model.safetensors"}})
             ),
             "no tensor model.x",
