@@ -17,6 +17,7 @@ from qsa_plugin.errors import QsaError
 
 from . import __version__
 from .machine_commands import EPILOG, cache_command, doctor_command, selftest_command
+from .progress import shown
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -195,13 +196,14 @@ def validate_command(model: str, gpu: bool, cuda_graph: bool, as_json: bool, **o
     for name in ("original", "config") if gpu else ("config",) if engine else ():
         if options.pop(name):
             raise click.UsageError(f"--{name}: the GPU is compared with MODEL itself; leave it out with --gpu")
-    report: Any = (
-        validate_engine(model, cuda_graph=cuda_graph, **options)
-        if engine
-        else validate_layers(model, **options)
-        if gpu
-        else validate(model, **options)
-    )
+    report: Any
+    if engine:
+        report = validate_engine(model, cuda_graph=cuda_graph, **options)
+    elif gpu:
+        report = validate_layers(model, **options)
+    else:
+        with shown() as progress:
+            report = validate(model, progress=progress, **options)
     click.echo(report.json() if as_json else report.summary())
     return 0 if report.passed else 1
 

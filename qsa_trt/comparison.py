@@ -29,6 +29,7 @@ from .patching import patch_onnx
 from .patching.external_data import read_tensor
 from .patching.files import ModelFile, load_model
 from .patching.reference_body import add_reference_function
+from .progress import Progress
 from .prompts import ModelInput, Prompts, Sizes, choose_sizes, model_inputs
 from .recording import NodeCall, PatchedSession, Step, qsa_nodes
 from .reference import qsa_attention
@@ -119,6 +120,7 @@ def validate(
     decode_steps: int | None = None,
     bound: float = FP32_BOUND,
     seed: int = 0,
+    progress: Progress | None = None,
 ) -> ValidationReport:
     """Compare a model before and after patching in onnxruntime, in fp32, on random prompts.
 
@@ -134,6 +136,7 @@ def validate(
         decode_steps: tokens decoded after each prompt; default 40, or what is left.
         bound: largest row error that passes.
         seed: of prompts and pages.
+        progress: told the steps of the work.
 
     Raises:
         InputError: a wrong file, a graph of another form, or sizes that it has no room for.
@@ -141,6 +144,7 @@ def validate(
         FailedError: onnxruntime cannot run a file.
         MissingPackageError: onnxruntime is not installed.
     """
+    progress = progress or Progress()
     source = load_model(model if original is None else original)
     if qsa_nodes(source.model):
         what = "MODEL" if original is None else "--original"
@@ -154,19 +158,30 @@ def validate(
         sizes, notes = choose_sizes(
             inputs, bool(caches), lengths, decode_steps, None if baked is None else baked.shape[1]
         )
+        progress.text = "patching"
         fresh = _patch(source, folder / "fresh.onnx", config, inputs, sizes)
         rope = _rope(fresh, sizes) if baked is None else baked
         exact = {} if patched is None else _exact_gammas(patched, fresh)
         after = save_in_fp32(_with_body(patched or fresh), folder / "after.onnx", exact)
         before = save_in_fp32(source, folder / "before.onnx", {})
         prompts = Prompts(split_caches(model_inputs(before.model))[0], sizes.totals, rope, rng)
+        progress.text = "the original in onnxruntime"
         expected = OriginalSession(before).run(prompts)
+        progress.text = "the patched model in onnxruntime"
         run = _PatchedRun(after, prompts, rope, rng)
         if sizes.steps and sizes.prompt.max() > 1 and run.forgets():
             notes.append("decode was not compared: other layers carry tokens along, and have no cache in this graph")
             sizes = Sizes(sizes.totals, 0)
-        comparisons = run.compare(sizes, expected, bound)
-    return ValidationReport(Path(model), source.path, comparisons, tuple(notes))
+        comparisons = run.compare(sizes, expected, bound, progress)
+    return ValidationReport(Path(model), source.path, comparisons, (*notes, *_density(after, sizes)))
+
+
+def _density(file: ModelFile, sizes: Sizes) -> list[str]:
+    """A note where no row is long enough for an indexer to leave a block out."""
+    sparse = min(node.geometry.indexer_budget + node.geometry.indexer_compress_ratio for node in qsa_nodes(file.model))
+    if sizes.totals.max() >= sparse:
+        return []
+    return [f"every row attends to all of its tokens: the indexer has a choice from {sparse} tokens on (--lengths)"]
 
 
 def _patch(
@@ -258,13 +273,17 @@ class _PatchedRun:
         differ = [row_error(second[name][:, 1:], value[:, 1:]).max(initial=0) for name, value in first.items()]
         return bool(max(differ) > FP32_BOUND)
 
-    def compare(self, sizes: Sizes, expected: Mapping[str, Array], bound: float) -> tuple[Comparison, ...]:
+    def compare(
+        self, sizes: Sizes, expected: Mapping[str, Array], bound: float, progress: Progress
+    ) -> tuple[Comparison, ...]:
         """Run everything and compare every output that has a row a token."""
+        progress.total = sizes.steps + 1
         batch, total = sizes.totals.size, int(sizes.totals.max())
         actual: dict[str, Array] = {}  # [B, total, ...]
         index_qk: dict[str, Array] = {}  # [B, total, (Ih+1)*Id]
         call: NodeCall
         for positions, step in self._steps(sizes):
+            progress.step("decode of the patched model")
             rows = np.arange(batch)[:, None], positions
             for name in step.outputs.keys() & expected.keys():
                 if expected[name].shape[:2] == (batch, total):

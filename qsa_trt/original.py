@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from qsa_plugin.errors import FailedError
 
 from .patching.files import ModelFile
-from .prompts import ModelInput, Prompts, cache_key, model_inputs
+from .prompts import ModelInput, Prompts, batch_and_seq, cache_key, model_inputs
 from .recording import open_session, run_session
 
 Array = NDArray[Any]
@@ -76,8 +76,9 @@ def split_caches(inputs: tuple[ModelInput, ...]) -> tuple[tuple[ModelInput, ...]
 
 
 def empty_caches(caches: tuple[ModelInput, ...], inputs: tuple[ModelInput, ...], batch: int) -> dict[str, Array]:
-    """The caches before the first token; the first dim of the first other input is the batch."""
-    return {cache.name: cache.empty(batch, inputs[0].dims[0]) for cache in caches}
+    """The caches before the first token; they share the batch dim of the other inputs' tokens."""
+    batch_dim = next(iter(batch_and_seq(inputs)), None)
+    return {cache.name: cache.empty(batch, batch_dim) for cache in caches}
 
 
 def grown_caches(caches: tuple[ModelInput, ...], outputs: Mapping[str, Array]) -> dict[str, Array]:

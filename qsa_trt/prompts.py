@@ -81,7 +81,7 @@ def choose_sizes(
     """What to run, as far as the model allows.
 
     Args:
-        inputs: of the original, caches left out; the first one's dims tell a static batch or sequence.
+        inputs: of the original, caches left out; token ids or hidden states tell a static batch or sequence.
         equal: sequences of one length, as dense caches need.
         lengths: of the prompts; None takes the default.
         decode_steps: after each prompt; None takes the default.
@@ -97,7 +97,7 @@ def choose_sizes(
     steps = DEFAULT_DECODE_STEPS if decode_steps is None else decode_steps
     if steps < 0:
         raise InputError("decode steps", steps, "a number from 0 on", "correct --decode-steps")
-    batch, seq_len, *_ = (*(inputs[0].dims if inputs else ()), None, None)
+    batch, seq_len, *_ = (*batch_and_seq(inputs), None, None)
     if isinstance(batch, int):
         prompt = np.resize(prompt, batch)
     if most is not None and lengths is None and decode_steps is None:
@@ -116,6 +116,11 @@ def choose_sizes(
         got = f"{sizes.totals.max()} tokens"
         raise InputError("lengths and decode steps", got, f"at most {most}, as the baked rope table has", "lower them")
     return sizes, notes
+
+
+def batch_and_seq(inputs: Sequence[ModelInput]) -> tuple[int | str | None, ...]:
+    """The first two dims of the token ids or hidden states; empty where there are none."""
+    return next((known.dims[:2] for known in inputs if not _is_derived(known)), ())
 
 
 def parse_lengths(lengths: str | Sequence[int]) -> list[int]:

@@ -88,7 +88,14 @@ def test_a_static_graph_is_compared_at_its_own_shape() -> None:
     report = validate(model_path("layer-script-static-eager"), config={"indexer_budget": 16})
     assert phases(report) == {"prefill": ("out", 24)}
     assert report.passed
-    assert report.notes == ("the graph takes 12 tokens a call: nothing is decoded",)
+    assert report.notes[0] == "the graph takes 12 tokens a call: nothing is decoded"
+
+
+def test_prompts_that_leave_the_indexer_no_choice_are_noted() -> None:
+    """Up to 67 tokens the sample's 16 blocks of 4 hold everything but an incomplete block."""
+    expected = "every row attends to all of its tokens: the indexer has a choice from 68 tokens on (--lengths)"
+    assert validate(LM, lengths=(66,), decode_steps=1).notes == (expected,)
+    assert validate(LM, lengths=(66,), decode_steps=2).notes == ()
 
 
 class TestPatchedFile:
@@ -98,6 +105,12 @@ class TestPatchedFile:
     def test_passes_whatever_its_surface(self, dtype: Any, tmp_path: Path) -> None:
         patched = patch_onnx(LM, tmp_path / "p.onnx", dtype=dtype, pool_io="copy").output
         assert validate(patched, original=LM, **SMALL).passed
+
+    def test_under_the_name_of_edge_llm(self, tmp_path: Path) -> None:
+        model = onnx.load(patch_onnx(LM, tmp_path / "p.onnx", reference_body=False).output)
+        for call in (n for n in model.graph.node if n.op_type == "QsaAttention"):
+            call.op_type, call.domain = "QsaAttentionPlugin", "trt_edgellm"
+        assert validate(save(model, tmp_path / "edge.onnx"), original=LM, **SMALL).passed
 
     def test_without_its_definition(self, tmp_path: Path) -> None:
         patched = patch_onnx(LM, tmp_path / "p.onnx", reference_body=False).output
@@ -164,8 +177,8 @@ def test_decode_is_left_out_where_other_layers_forget(tmp_path: Path) -> None:
     report = validate(save(model, tmp_path / "hybrid.onnx"), **SMALL)
     assert phases(report) == {"prefill": ("logits", 50 + 21 + 2 * 6)}
     assert report.passed
-    assert report.notes == (
-        "decode was not compared: other layers carry tokens along, and have no cache in this graph",
+    assert report.notes[0] == (
+        "decode was not compared: other layers carry tokens along, and have no cache in this graph"
     )
 
 
