@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
 from qsa_plugin.contract import Mode
 from qsa_plugin.specialisation import SPECIALISATIONS, Specialisation
 from qsa_trt import device
+from tests.gpu.conftest import RecordError
 from tests.support.cases import random_inputs
 from tests.support.prefill import PrefillHost, PrefillResult, compare
 from tests.support.requirements import needs_gpu, needs_oracle
@@ -36,7 +39,14 @@ def host_of(
     name: str, lengths: list[int], seed: int = 7, portable: bool = False, **more
 ) -> tuple[Specialisation, PrefillHost]:
     spec = SPECIALISATIONS[name]
-    inputs = random_inputs(
+    inputs = dict(inputs_of(name, tuple(lengths), seed, tuple(more.items())))
+    return spec, PrefillHost(spec.geometry, inputs, portable)
+
+
+@functools.lru_cache(maxsize=1)  # the native and the portable case of a test follow each other
+def inputs_of(name: str, lengths: tuple[int, ...], seed: int, more: tuple[tuple[str, int], ...]):
+    spec = SPECIALISATIONS[name]
+    return random_inputs(
         spec.geometry,
         lengths,
         Mode.PREFILL,
@@ -44,17 +54,17 @@ def host_of(
         rng=np.random.default_rng(seed),
         rotary_dims=spec.rotary_dims,
         poison=True,
-        **more,
+        quick=True,
+        **dict(more),
     )
-    return spec, PrefillHost(spec.geometry, inputs, portable)
 
 
-def check(name: str, lengths: list[int], **more) -> None:
+def check(record_error: RecordError, name: str, lengths: list[int], **more) -> None:
     spec, host = host_of(name, lengths, **more)
     deviation = compare(spec.geometry, host.inputs, host.run(), band(spec))
     print(name, lengths, deviation)
-    assert deviation.output_ulps <= OUTPUT_ULPS
-    assert deviation.pool_ulps <= POOL_ULPS
+    record_error("output ulps", deviation.output_ulps, OUTPUT_ULPS)
+    record_error("pool ulps", deviation.pool_ulps, POOL_ULPS)
 
 
 def same(one: PrefillResult, other: PrefillResult) -> bool:
@@ -66,33 +76,40 @@ def same(one: PrefillResult, other: PrefillResult) -> bool:
 @pytest.mark.pitfall(9, 10, 11, 12, 14, 15, 16)
 @pytest.mark.parametrize("portable", [False, True], ids=["native", "portable"])
 @pytest.mark.parametrize("name", list(SPECIALISATIONS))
-def test_short_prompts_match_the_reference(name: str, portable: bool) -> None:
+def test_short_prompts_match_the_reference(name: str, portable: bool, record_error: RecordError) -> None:
     """Kinds 9 to 12, 14 to 16: block ends, page ends, an inactive sequence, padding, shuffled pages, NaN around."""
     r = SPECIALISATIONS[name].indexer_compress_ratio
-    check(name, [1, 2, 3, r, 0, r + 1, 2 * r - 1, 127, 128, 129, 256], seq_len=259, portable=portable)
+    check(record_error, name, [1, 2, 3, r, 0, r + 1, 2 * r - 1, 127, 128, 129, 256], seq_len=259, portable=portable)
 
 
 @pytest.mark.pitfall(11)
 @pytest.mark.parametrize("portable", [False, True], ids=["native", "portable"])
 @pytest.mark.parametrize("name", [n for n, s in SPECIALISATIONS.items() if s.indexer_budget <= LONGEST_BUDGET])
-def test_prompts_around_and_past_the_budget_match_the_reference(name: str, portable: bool) -> None:
-    """Kind 11: the last dense rows, the first sparse ones, a ragged end."""
+def test_prompts_around_and_past_the_budget_match_the_reference(
+    name: str, portable: bool, record_error: RecordError
+) -> None:
+    """Kind 11: the last dense rows, the first sparse ones, a ragged end. Rows of every length lie in the longest."""
     spec = SPECIALISATIONS[name]
-    r, budget = spec.indexer_compress_ratio, spec.indexer_budget
-    lengths = [budget - 1, budget + r - 1, budget + r, budget + 2 * r + 1, budget + 203]
-    check(name, lengths, seq_len=budget + 211, portable=portable)
+    budget = spec.indexer_budget
+    check(
+        record_error,
+        name,
+        [budget + spec.indexer_compress_ratio, budget + 203],
+        seq_len=budget + 211,
+        portable=portable,
+    )
 
 
 @pytest.mark.pitfall(11)
-@pytest.mark.parametrize("length", range(2047, 2054))
-def test_the_real_budget_boundary(length: int) -> None:
-    """Kind 11: 2047 to 2053."""
-    check("real-fp16", [length])
+@pytest.mark.parametrize("length", [2050, 2051, 2052])
+def test_the_real_budget_boundary(length: int, record_error: RecordError) -> None:
+    """Kind 11: prompts that end where sparse rows begin."""
+    check(record_error, "real-fp16", [length])
 
 
 @pytest.mark.parametrize("name", ["real-fp16", "real-bf16"])
-def test_long_prompts_match_the_reference(name: str) -> None:
-    check(name, [5003, 3000])
+def test_long_prompts_match_the_reference(name: str, record_error: RecordError) -> None:
+    check(record_error, name, [5003, 3000])
 
 
 @pytest.mark.pitfall(14)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from qsa_plugin.contract import PAGE_SIZE, Mode
 from qsa_trt.paging import empty_pool, flat_pages, page_table
 from tests.gpu.conftest import RecordError
-from tests.support.cases import random_inputs, start_index
+from tests.support.cases import pieces, random_inputs, start_index
 from tests.support.node import (
     OUTPUT_ULPS,
     POOL_ULPS,
@@ -63,13 +63,6 @@ def test_a_pool_beyond_two_billion_elements(record_error: RecordError) -> None:
     record_error("elements in units of 2^31", after.size / LARGE, None)
 
 
-def windows(rng: np.random.Generator, rows: int, width: int) -> NDArray[np.float16]:
-    """`[1, rows, width]` of normal numbers that are cheap to make: pieces of one long run."""
-    run = rng.standard_normal(2**20 + width, np.float32).astype(np.float16)
-    pieces = np.lib.stride_tricks.sliding_window_view(run, width)
-    return np.ascontiguousarray(pieces[rng.integers(0, 2**20, rows)])[None]
-
-
 @pytest.mark.pitfall(8, 20, 21)
 def test_a_prompt_of_131072_tokens(record_error: RecordError) -> None:
     """Rows times blocks pass 2^31. Spot rows against the reference, on the pool that the call wrote."""
@@ -77,8 +70,8 @@ def test_a_prompt_of_131072_tokens(record_error: RecordError) -> None:
     rng, g = np.random.default_rng(3), geometry_of(REAL)
     slots = seq_len // PAGE_SIZE
     inputs = call_inputs(REAL, [1], Mode.PREFILL, max_positions=seq_len) | {
-        "qkv": windows(rng, seq_len, g.qkv_width),
-        "index_qk": windows(rng, seq_len, g.index_width),
+        "qkv": pieces(rng, (1, seq_len, g.qkv_width), np.float16),
+        "index_qk": pieces(rng, (1, seq_len, g.index_width), np.float16),
         "past_key_value": empty_pool(g, slots, np.float16, np.nan),
         "context_lengths": np.array([length], np.int32),
         "kv_page_table": page_table(1, slots, slots, rng=rng),
@@ -201,8 +194,8 @@ def test_a_prompt_past_a_budget_of_8192(record_error: RecordError) -> None:
     length = g.indexer_budget + 300
     slots = -(-length // PAGE_SIZE)
     inputs = call_inputs(name, [1], Mode.PREFILL, max_positions=slots * PAGE_SIZE) | {
-        "qkv": windows(rng, length, g.qkv_width),
-        "index_qk": windows(rng, length, g.index_width),
+        "qkv": pieces(rng, (1, length, g.qkv_width), np.float16),
+        "index_qk": pieces(rng, (1, length, g.index_width), np.float16),
         "past_key_value": empty_pool(g, slots, np.float16, np.nan),
         "context_lengths": np.array([length], np.int32),
         "kv_page_table": page_table(1, slots, slots, rng=rng),

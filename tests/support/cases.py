@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,7 @@ def random_inputs(
     theta: float = 1e4,
     shuffle: bool = True,
     poison: bool = False,
+    quick: bool = False,
 ) -> dict[str, Array]:
     """The eleven inputs of one call, well-formed: independent page ids, right padding, unlike norm weights.
 
@@ -84,17 +86,19 @@ def random_inputs(
         shuffle: shuffle the page ids, K and V independently.
         poison: NaN in padding and inactive activations and in every pool element that the contract does not call live;
             INT_MAX in page table entries past the length.
+        quick: draw large tensors from one run of random numbers, each row from another place: ten times as fast.
     """
+    draw = pieces if quick else _normal
     longest = max(*lengths, 1)
     seq_len = 1 if mode is Mode.DECODE else longest if seq_len is None else seq_len
     pages_per_seq = pages_for(max(longest, seq_len)) if pages_per_seq is None else pages_per_seq
     num_pages = len(lengths) * pages_per_seq + spare_pages
     table = page_table(len(lengths), pages_per_seq, num_pages, rng=rng if shuffle else None)
     pool = empty_pool(geometry, num_pages, dtype, np.nan if poison else 0.0)
-    qkv = _normal(rng, (len(lengths), seq_len, geometry.qkv_width), dtype)
-    index_qk = _normal(rng, (len(lengths), seq_len, geometry.index_width), dtype)
+    qkv = draw(rng, (len(lengths), seq_len, geometry.qkv_width), dtype)
+    index_qk = draw(rng, (len(lengths), seq_len, geometry.index_width), dtype)
     if mode is Mode.DECODE:
-        _fill_history(geometry, pool, table, [length - 1 for length in lengths], rng)
+        _fill_history(geometry, pool, table, [length - 1 for length in lengths], rng, draw)
     if poison:
         for b, length in enumerate(lengths):
             live = min(length, seq_len)
@@ -148,8 +152,24 @@ def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike) 
     return rng.standard_normal(shape, np.float32).astype(dtype)
 
 
+def pieces(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Normal numbers `[..., width]`: rows are pieces of one run of 2**19, at random places."""
+    *rows, width = shape
+    count = math.prod(rows)
+    if count * width < 2**19:
+        return _normal(rng, shape, dtype)
+    run = _normal(rng, (2**19 + width,), dtype)
+    windows = np.lib.stride_tricks.sliding_window_view(run, width)
+    return windows[rng.integers(0, 2**19, count)].reshape(shape)
+
+
 def _fill_history(
-    geometry: Geometry, pool: Array, table: NDArray[np.int32], past_lengths: Sequence[int], rng: np.random.Generator
+    geometry: Geometry,
+    pool: Array,
+    table: NDArray[np.int32],
+    past_lengths: Sequence[int],
+    rng: np.random.Generator,
+    draw: Callable[..., Array],
 ) -> None:
     flat, ratio = flat_pages(pool), geometry.indexer_compress_ratio
     kv_shape = (geometry.num_kv_heads, geometry.head_size)
@@ -158,7 +178,7 @@ def _fill_history(
         tokens = np.arange(length)
         first_tokens = np.arange(0, length // ratio * ratio, ratio)
         open_tokens = np.arange(len(first_tokens) * ratio, length)
-        flat[pages.key(tokens)] = _normal(rng, (tokens.size, *kv_shape), pool.dtype)
-        flat[pages.value(tokens)] = _normal(rng, (tokens.size, *kv_shape), pool.dtype)
+        flat[pages.key(tokens)] = draw(rng, (tokens.size, *kv_shape), pool.dtype)
+        flat[pages.value(tokens)] = draw(rng, (tokens.size, *kv_shape), pool.dtype)
         for index in (pages.block_key(first_tokens), pages.raw_index_key(open_tokens)):
-            flat[index] = _normal(rng, flat[index].shape, pool.dtype)
+            flat[index] = draw(rng, flat[index].shape, pool.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from qsa_plugin.decode_runner import DecodeParams, QsaSparseDecodeRunner
 from qsa_plugin.specialisation import Specialisation, arch_of
 from qsa_plugin.workspace import layout
 from qsa_trt import device
-from qsa_trt.reference import attend, qsa_attention
+from qsa_trt.reference import QsaResult, attend, qsa_attention
 
 Array = NDArray[Any]
 
@@ -117,7 +118,7 @@ def compare(geometry: Geometry, inputs: dict[str, Array], result: DecodeResult, 
     The output of a row is compared with attention over the row's own list, so that such a row is compared as well.
     """
     with np.errstate(all="ignore"):
-        expected = qsa_attention(inputs, geometry)
+        expected = _expected(inputs, geometry)
         eps = 2.0**-10 if result.output.dtype == np.float16 else 2.0**-7
         output_ulps = 0.0
         others = 0
@@ -139,6 +140,19 @@ def compare(geometry: Geometry, inputs: dict[str, Array], result: DecodeResult, 
             worst = np.abs(actual - reference).max(-1) / np.abs(reference).max(-1)  # [Hq]
             output_ulps = max(output_ulps, float(worst.max()) / eps)
         return Deviation(output_ulps, _pool_ulps(expected.present_key_value, result.pool, eps), others)
+
+
+_last: list[tuple[tuple[Array, ...], Geometry, QsaResult]] = []
+
+
+def _expected(inputs: dict[str, Array], geometry: Geometry) -> QsaResult:
+    """The reference's result; kept for the next call of the same arrays, which another build of the kernels gets."""
+    arrays = tuple(inputs.values())
+    if _last and _last[0][1] == geometry and all(map(operator.is_, _last[0][0], arrays)):
+        return _last[0][2]
+    result = qsa_attention(inputs, geometry)
+    _last[:] = [(arrays, geometry, result)]
+    return result
 
 
 def _assert_only_ties(geometry: Geometry, scores: Array, tokens: Array, wanted: Array, band: float) -> None:

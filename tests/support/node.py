@@ -48,7 +48,7 @@ def epsilon(dtype: np.dtype[Any]) -> float:
 def call_inputs(name: str, lengths: Sequence[int], mode: Mode, *, seed: int = 7, **more: Any) -> Inputs:
     """Random inputs of one call, with NaN in all that is not live (`tests.support.cases.random_inputs`)."""
     spec = SPECIALISATIONS[name]
-    more = {"poison": True, "rotary_dims": spec.rotary_dims} | more
+    more = {"poison": True, "quick": True, "rotary_dims": spec.rotary_dims} | more
     rng = np.random.default_rng(seed)
     return random_inputs(spec.geometry, lengths, mode, dtype=dtype_of(name), rng=rng, **more)
 
