@@ -24,9 +24,10 @@ from qsa_plugin.errors import MissingPackageError
 
 from . import device
 from .cache import warm_cache
+from .columns import columns
 from .comparison import validate
+from .doctor import DoctorReport, doctor
 from .layer_validation import LayerReport, validate_layers
-from .machine import description
 from .metrics import row_error
 from .patching import patch_onnx
 from .patching.config import load_config
@@ -62,7 +63,7 @@ class Line:
 class SelftestReport:
     """All checks, and the machine they ran on."""
 
-    machine: dict[str, str]
+    machine: DoctorReport
     lines: tuple[Line, ...]
 
     @property
@@ -72,22 +73,20 @@ class SelftestReport:
 
     def json(self) -> str:
         """The report for programs."""
-        report = {"machine": self.machine, "checks": [asdict(line) for line in self.lines], "passed": self.passed}
-        return json.dumps(report, indent=2)
+        checks = [asdict(line) for line in self.lines]
+        return json.dumps({**asdict(self.machine), "checks": checks, "passed": self.passed}, indent=2)
 
     def summary(self) -> str:
         """The report for people; the last line starts with PASSED or FAILED."""
-        width = max(len(name) for name in self.machine)
-        names = max(len(line.name) for line in self.lines)
         counts = {verdict: sum(line.verdict == verdict for line in self.lines) for verdict in (PASS, FAIL, SKIP)}
+        rows = [(line.verdict, line.name, f"{line.seconds:.1f}", line.detail) for line in self.lines]
+        verdict = "PASSED" if self.passed else "FAILED"
         return "\n".join(
             [
-                *(f"{name:<{width}}  {value}" for name, value in self.machine.items()),
+                self.machine.summary(),
                 "",
-                *(f"{x.verdict}  {x.name:<{names}}  {x.seconds:>5.1f} s  {x.detail}" for x in self.lines),
-                "",
-                f"{'PASSED' if self.passed else 'FAILED'}: {counts[PASS]} passed, {counts[FAIL]} failed, "
-                f"{counts[SKIP]} skipped",
+                *columns([("", "check", "s", "found"), *rows]),
+                f"{verdict}: {counts[PASS]} passed, {counts[FAIL]} failed, {counts[SKIP]} skipped",
             ]
         )
 
@@ -117,7 +116,8 @@ def selftest(*, progress: Progress | None = None) -> SelftestReport:
         progress: told the checks one by one.
     """
     progress = progress or Progress()
-    progress.total = len(_CHECKS)
+    progress.text, progress.total = "look at this machine", len(_CHECKS)
+    machine = doctor()
     lines = []
     with tempfile.TemporaryDirectory(prefix="qsa-trt-selftest-") as name:
         work = _Work(Path(name))
@@ -125,7 +125,7 @@ def selftest(*, progress: Progress | None = None) -> SelftestReport:
             progress.text = check
             lines.append(_run(check, function, work))
             progress.done += 1
-    return SelftestReport(description(), tuple(lines))
+    return SelftestReport(machine, tuple(lines))
 
 
 def _run(name: str, function: Callable[[_Work], str], work: _Work) -> Line:

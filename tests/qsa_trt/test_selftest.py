@@ -13,6 +13,7 @@ from qsa_plugin import jit
 from qsa_plugin.environment import CACHE_VARIABLE
 from qsa_plugin.errors import FailedError
 from qsa_trt import cli, selftest
+from qsa_trt.doctor import DoctorReport, Finding
 from qsa_trt.progress import Progress
 from tests.support.requirements import has, needs_onnxruntime
 
@@ -40,12 +41,13 @@ def test_what_a_machine_without_a_gpu_proves(capsys: pytest.CaptureFixture[str])
     assert set(verdicts.values()) == {"SKIP"}
     assert {line.detail for line in report.lines if "GPU" in line.name} == {"no NVIDIA GPU with a driver is here"}
     text = report.summary()
-    assert text.startswith("qsa-trt ") and "PASS  patch the sample model" in text
+    assert "TensorRT in use" in text and "PASS  patch the sample model" in text
     assert text.splitlines()[-1].startswith("PASSED: ") and "0 failed" in text
 
 
 def with_checks(monkeypatch: pytest.MonkeyPatch, **checks: Any) -> None:
     monkeypatch.setattr(selftest, "_CHECKS", checks)
+    monkeypatch.setattr(selftest, "doctor", lambda: DoctorReport((Finding("Python", "ok", "3"),)))
 
 
 def test_one_failure_fails_the_report_and_the_rest_still_runs(
@@ -57,7 +59,7 @@ def test_one_failure_fails_the_report_and_the_rest_still_runs(
     with_checks(monkeypatch, first=fails, second=selftest._build, third=lambda work: "fine")
     assert cli.main(["selftest", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert not report["passed"] and report["machine"]["GPU"] == "none"
+    assert not report["passed"] and "Python" in [finding["subject"] for finding in report["findings"]]
     first, second, third = report["checks"]
     assert (first["verdict"], first["detail"]) == ("FAIL", "FailedError: the first line and the second")
     assert second["verdict"] == "SKIP" and third["verdict"] == "PASS"
