@@ -230,6 +230,11 @@ class TestFailures:
         assert what in captured.err
         assert contents(tmp_path) == before
 
+    def test_a_transformers_that_is_too_old(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "transformers.models.qwen4_exp", None)  # as if it were not there
+        with pytest.raises(MissingPackageError, match="a version without qwen4_exp; expected 5.17 or newer"):
+            requirements.check_packages()
+
     def test_a_missing_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["export", str(tmp_path / "absent"), "-o", str(tmp_path / "out.onnx")]) == 2
         assert "absent" in capsys.readouterr().err
