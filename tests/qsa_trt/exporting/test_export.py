@@ -232,7 +232,7 @@ class TestFailures:
 
     def test_a_transformers_that_is_too_old(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "transformers.models.qwen4_exp", None)  # as if it were not there
-        with pytest.raises(MissingPackageError, match="a version without qwen4_exp; expected 5.17 or newer"):
+        with pytest.raises(MissingPackageError, match="a version without qwen4_exp"):
             requirements.check_packages()
 
     def test_a_missing_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
