@@ -2,9 +2,10 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
+GPU_RESULTS ?= gpu-tests.json
 PYTEST_ARGS ?= -n 2 -m 'not compile_table'
 
-.PHONY: help demo test check format oracle models compile-test gpu-test bench clean
+.PHONY: help demo test check format oracle models compile-test gpu-test gpu-test-quick bench clean
 
 help:  ## show these lines
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,8 +51,11 @@ compile-test-%: $(VENV)-nvrtc-%/.made
 bench: $(VENV)/.oracle  ## time the plugin on this machine's GPU; BENCH_ARGS='--quick --json FILE'
 	$(BIN)/qsa-trt bench $(BENCH_ARGS)
 
-gpu-test: $(VENV)/.oracle  ## run the CUDA kernels on this machine's GPU
-	$(BIN)/python -m pytest -m gpu
+gpu-test: $(VENV)/.oracle  ## prove the CUDA kernels on this machine's GPU (5 minutes); writes GPU_RESULTS
+	$(BIN)/python -m pytest -m gpu --gpu-results $(GPU_RESULTS) tests/gpu
+
+gpu-test-quick: $(VENV)/.oracle  ## the minute's part of gpu-test
+	$(BIN)/python -m pytest -m 'gpu and quick' tests/gpu
 
 check: $(VENV)/.test  ## lint, format check and types
 	$(BIN)/ruff check .

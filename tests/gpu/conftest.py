@@ -14,12 +14,20 @@ from tests.support.gpu_results import RECORD
 RecordError = Callable[[str, float, float | None], None]
 
 
+#: What the quick tests compile.
+QUICK = ("real-fp16", "real-bf16", "group-7", "group-16", "head-64", "ratio-8", "budget-odd-blocks")
+
+
 @pytest.fixture(scope="session", autouse=True)
-def compiled() -> None:
-    """The whole table in the disk cache, by all processors at once."""
+def compiled(request: pytest.FixtureRequest) -> None:
+    """All that a session needs in the disk cache, by all processors at once."""
     capability = device.compute_capability()
-    if capability is not None:
-        compile_ahead(spec.on(arch_of(capability)) for spec in SPECIALISATIONS.values())
+    if capability is None:
+        return
+    quick = all(item.get_closest_marker("quick") for item in request.session.items)
+    names = QUICK if quick else SPECIALISATIONS
+    specs = [SPECIALISATIONS[name].on(arch_of(capability)) for name in names]
+    compile_ahead(specs, portable=not quick)
 
 
 @pytest.fixture

@@ -49,12 +49,15 @@ class Run:
     module: HfRows
     exact: HfRows
 
-    def blocks(self, rows: HfRows, geometry: Geometry, row: int) -> NDArray[np.int64]:
-        """Complete blocks that a module's row attends to."""
-        tokens = np.flatnonzero(rows.selected[0, row])
-        complete = (self.start + row + 1) // geometry.indexer_compress_ratio
-        ids = np.unique(tokens // geometry.indexer_compress_ratio)
-        return ids[ids < complete]
+    def chosen(self, geometry: Geometry) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Complete blocks that each row attends to, bool `[T, G]`, of plugin, module and exact module."""
+        ratio, rows = geometry.indexer_compress_ratio, len(self.plugin_blocks)
+        plugin = np.zeros((rows, (self.start + rows) // ratio), bool)
+        for row, blocks in enumerate(self.plugin_blocks):
+            plugin[row, blocks] = True
+        complete = np.arange(plugin.shape[1]) < (self.start + np.arange(rows) + 1)[:, None] // ratio
+        first = slice(0, plugin.shape[1] * ratio, ratio)  # a block is attended to as a whole
+        return plugin, self.module.selected[0, :, first] & complete, self.exact.selected[0, :, first] & complete
 
 
 def layer_of(name: str, max_positions: int) -> tuple[HfAttention, HfAttention]:
@@ -138,18 +141,17 @@ def joined(steps: list[HfRows], total: int) -> HfRows:
 
 def compare(run: Run, inputs: Inputs, context: Any, record_error: RecordError) -> None:
     """Errors on rows with equal sets, and every set that differs within its tie band."""
-    geometry, total = context.host.geometry, len(run.plugin_blocks)
+    geometry = context.host.geometry
     spot = SpotRows(geometry, inputs, context.read().present_key_value)
-    equal, distance = np.zeros(total, bool), 0.0
-    for row, chosen in enumerate(run.plugin_blocks):
-        module, exact = (run.blocks(rows, geometry, row) for rows in (run.module, run.exact))
-        equal[row] = np.array_equal(chosen, module) and np.array_equal(chosen, exact)
-        if not np.array_equal(chosen, module):
-            position = run.start + row
-            scores = spot.scores(0, position, position)
-            kth = np.partition(scores, -chosen.size)[-chosen.size]
-            differing = np.setxor1d(chosen, module)
-            distance = max(distance, float(np.abs(scores[differing] - kth).max() / scores.max()))
+    plugin, module, exact_module = run.chosen(geometry)
+    equal = (plugin == module).all(1) & (plugin == exact_module).all(1)
+    distance = 0.0
+    for row in np.flatnonzero((plugin != module).any(1)):
+        position = run.start + int(row)
+        scores = spot.scores(0, position, position)
+        kth = np.partition(scores, -geometry.budget_blocks)[-geometry.budget_blocks]
+        differing = np.flatnonzero(plugin[row] != module[row])
+        distance = max(distance, float(np.abs(scores[differing] - kth).max() / scores.max()))
     record_error("distance from the k-th of a differing block", distance, BANDS[context.host.surface])
     sparse = np.array([chosen.size == geometry.budget_blocks for chosen in run.plugin_blocks])
     record_error("rows past the budget without equal sets, share", 1 - equal[sparse].mean(), None)

@@ -21,23 +21,23 @@ from qsa_plugin.specialisation import Specialisation
 Job = tuple[str, Specialisation, tuple[tuple[str, int], ...]]
 
 
-def compile_ahead(specialisations: Iterable[Specialisation]) -> None:
-    """Fill the cache; a kernel that does not compile is left to the test that needs it."""
-    jobs = list(dict.fromkeys(job for spec in specialisations for job in jobs_of(spec)))
+def compile_ahead(specialisations: Iterable[Specialisation], portable: bool) -> None:
+    """Fill the cache, with portable variants or without; what does not compile is left to the test that needs it."""
+    jobs = list(dict.fromkeys(job for spec in specialisations for job in jobs_of(spec, portable)))
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         list(pool.map(_compile, jobs))
 
 
-def jobs_of(spec: Specialisation) -> list[Job]:
-    """Every (kernel file, specialisation, defines) that the runners load, on this target and portably."""
+def jobs_of(spec: Specialisation, portable: bool) -> list[Job]:
+    """Every (kernel file, specialisation, defines) that the runners load."""
     jobs: list[Job] = []
 
     def note(name: str, spec: Specialisation, entries: Sequence[str], tuning: Mapping[str, int] | None = None) -> Any:
         jobs.append((name, spec, tuple(sorted((tuning or {}).items()))))
         return [None] * len(entries)
 
-    for capability in (spec.compute_capability, (8, 0)):
+    for capability in [spec.compute_capability] + [(8, 0)] * portable:
         for name, tuning in decode_tunings(spec, capability):
             note(name, spec, [name], tuning)
     with (
@@ -45,8 +45,8 @@ def jobs_of(spec: Specialisation) -> list[Job]:
         mock.patch.object(prefill_launchers, "Launch", mock.Mock()),
         mock.patch.object(prefill_launchers, "_sm_count", lambda: 132),
     ):
-        for portable in (False, True):
-            PrefillLaunchers(spec, spec.geometry, portable)
+        for variant in {False, portable}:
+            PrefillLaunchers(spec, spec.geometry, variant)
     return jobs
 
 

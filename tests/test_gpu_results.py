@@ -1,0 +1,60 @@
+"""The writer of GPU results, and the compilations that GPU tests start with. No GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from qsa_plugin.specialisation import SPECIALISATIONS
+from tests.support.compile_ahead import jobs_of
+from tests.support.gpu_results import RECORD, GpuResults
+
+
+def report(case: str, when: str, outcome: str, *figures: tuple[str, float, float | None]) -> Any:
+    """What pytest says of one phase of one test."""
+    properties = [(RECORD, {"name": name, "value": value, "bound": bound}) for name, value, bound in figures]
+    return SimpleNamespace(
+        nodeid=f"tests/gpu/{case}",
+        when=when,
+        outcome=outcome,
+        failed=outcome == "failed",
+        duration=0.5,
+        user_properties=properties,
+    )
+
+
+def test_the_case_closest_to_its_bound_is_kept(tmp_path: Path) -> None:
+    """Cases are counted once, whatever their phases; a failed set-up is a failure."""
+    results = GpuResults(tmp_path / "new" / "results.json")
+    for phase in (
+        report("test_a.py::test_x[one]", "setup", "passed"),
+        report("test_a.py::test_x[one]", "call", "passed", ("ulps", 0.5, 2.0), ("us", 3.0, None)),
+        report("test_a.py::test_x[one]", "teardown", "passed", ("ulps", 0.5, 2.0)),
+        report("test_a.py::test_x[two]", "call", "passed", ("ulps", 0.75, 8.0), ("us", 4.0, None)),
+        report("test_a.py::test_y", "setup", "skipped"),
+        report("test_b.py::test_z", "setup", "failed"),
+    ):
+        results.pytest_runtest_logreport(phase)
+    results.pytest_sessionfinish()
+    written = json.loads((tmp_path / "new" / "results.json").read_text())
+    assert written["cases"] == {"passed": 2, "skipped": 1, "failed": 1}
+    assert written["failed"] == ["tests/gpu/test_b.py::test_z"]
+    assert written["figures"] == {
+        "test_a.py::test_x": {
+            "ulps": {"cases": 2, "largest": 0.5, "bound": 2.0, "case": "one"},
+            "us": {"cases": 2, "largest": 4.0, "bound": None, "case": "two"},
+        }
+    }
+    assert {"date", "python", "cuda-bindings", "nvrtc", "torch", "transformers", "tensorrt", "gpu"} <= written.keys()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["results.json"]
+
+
+def test_every_kernel_file_is_compiled_ahead() -> None:
+    """Those of both modes, the variants of the device's own and the portable ones."""
+    spec = SPECIALISATIONS["real-fp16"].on("sm_90a")
+    native, both = set(jobs_of(spec, portable=False)), set(jobs_of(spec, portable=True))
+    assert native < both
+    files = {name for name, _, _ in both}
+    assert {"decode_score", "decode_attend", "prefill_write", "prefill_attn", "prefill_attn_hopper"} <= files
