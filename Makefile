@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 GPU_RESULTS ?= gpu-tests.json
 PYTEST_ARGS ?= -n 2 -m 'not compile_table'
 
-.PHONY: help demo test check format oracle models compile-test gpu-test gpu-test-quick bench clean
+.PHONY: help demo test check format oracle models compile-test gpu-test gpu-test-quick gpu-sanitize bench clean
 
 help:  ## show these lines
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,6 +56,11 @@ gpu-test: $(VENV)/.oracle  ## prove the CUDA kernels on this machine's GPU (5 mi
 
 gpu-test-quick: $(VENV)/.oracle  ## the minute's part of gpu-test
 	$(BIN)/python -m pytest -m 'gpu and quick' tests/gpu
+
+gpu-sanitize: $(VENV)/.oracle  ## a short run of every kernel under compute-sanitizer: memcheck, racecheck, initcheck
+	for tool in memcheck racecheck initcheck; do \
+		compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m pytest -q tests/gpu/test_short_run.py || exit 1; \
+	done
 
 check: $(VENV)/.test  ## lint, format check and types
 	$(BIN)/ruff check .

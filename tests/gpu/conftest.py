@@ -15,7 +15,16 @@ RecordError = Callable[[str, float, float | None], None]
 
 
 #: What the quick tests compile.
-QUICK = ("real-fp16", "real-bf16", "group-7", "group-16", "head-64", "ratio-8", "budget-odd-blocks")
+QUICK = (
+    "real-fp16",
+    "real-bf16",
+    "group-7",
+    "group-16",
+    "head-64",
+    "ratio-8",
+    "budget-odd-blocks",
+    "head-256-index-32",
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
