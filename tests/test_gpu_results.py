@@ -9,7 +9,7 @@ from typing import Any
 
 from qsa_plugin.specialisation import SPECIALISATIONS
 from tests.support.compile_ahead import jobs_of
-from tests.support.gpu_results import RECORD, GpuResults
+from tests.support.gpu_results import END, RECORD, START, GpuResults, summary, write_summary
 
 
 def report(case: str, when: str, outcome: str, *figures: tuple[str, float, float | None]) -> Any:
@@ -49,6 +49,30 @@ def test_the_case_closest_to_its_bound_is_kept(tmp_path: Path) -> None:
     }
     assert {"date", "python", "cuda-bindings", "nvrtc", "torch", "transformers", "tensorrt", "gpu"} <= written.keys()
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["results.json"]
+
+
+def test_a_page_shows_the_results(tmp_path: Path) -> None:
+    results, page = tmp_path / "results.json", tmp_path / "page.md"
+    collected = GpuResults(results)
+    collected.pytest_runtest_logreport(report("test_a.py::test_x[one]", "call", "passed", ("ulps", 0.5, 2.0)))
+    collected.pytest_sessionfinish()
+    page.write_text(f"# Title\n{START}\nold\n{END}\nrest\n")
+    write_summary(results, page)
+    text = page.read_text()
+    assert text.startswith(f"# Title\n{START}\n")
+    assert text.endswith(f"{END}\nrest\n")
+    assert "old" not in text
+    assert "1 cases passed, 0 failed, 0 were skipped" in text
+    assert "| `test_a: x` | ulps | 0.5 | 2 | 1 | one |" in text
+
+
+def test_the_page_shows_the_results_in_the_repository() -> None:
+    """`docs/gpu-tests.md` and the file that it sums up were written together."""
+    docs = Path(__file__).parents[1] / "docs"
+    results = docs / "measurements" / "gpu-tests-h200.json"
+    shown = (docs / "gpu-tests.md").read_text().partition(START)[2].partition(END)[0].strip()
+    expected = summary(json.loads(results.read_text())) if results.exists() else "No run is recorded."
+    assert shown == expected
 
 
 def test_every_kernel_file_is_compiled_ahead() -> None:

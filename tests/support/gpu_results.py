@@ -1,6 +1,7 @@
 """Writes what a GPU run found: environment, counts, durations, and the largest errors that tests recorded, as JSON.
 
 `pytest -m gpu --gpu-results FILE` switches it on; `tests/conftest.py` registers it.
+`python -m tests.support.gpu_results FILE PAGE` writes the summary of a results file into a page, between two marks.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import datetime
 import importlib.metadata
 import json
 import platform
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 
 from qsa_trt import device
 
+START, END = "<!-- results: start -->", "<!-- results: end -->"
 #: Key of a recorded figure in a report's user properties.
 RECORD = "figure"
 
@@ -95,7 +98,7 @@ def version(package: str) -> str | None:
 def gpu() -> dict[str, Any]:
     """Name of device 0, compute capability, multiprocessors, and what CUDA the driver supports."""
     if device.compute_capability() is None:
-        return {"gpu": None}
+        return {"gpu": None, "driver": None}
     from cuda.core import Device
 
     properties = Device(0).properties
@@ -144,3 +147,40 @@ def _tensorrt() -> str | None:
     except QsaError:
         return None
     return f"{module.__name__} {module.__version__}"
+
+
+def summary(record: dict[str, Any]) -> str:
+    """A results file as Markdown: where and when, how many, and every figure with its bound."""
+    cases = record["cases"]
+    tensorrt = record["tensorrt"] or "no TensorRT"
+    lines = [
+        f"{record['date']}, {record['gpu']}, driver {record['driver']}; Python {record['python']}, cuda-bindings "
+        f"{record['cuda-bindings']}, NVRTC {record['nvrtc']}, torch {record['torch']}, transformers "
+        f"{record['transformers']}, {tensorrt}.",
+        "",
+        f"{cases['passed']} cases passed, {cases['failed']} failed, {cases['skipped']} were skipped, in "
+        f"{record['seconds']:.0f} seconds.",
+        "",
+        "| test | figure | largest | bound | cases | which |",
+        "|---|---|---|---|---|---|",
+    ]
+    for test, figures in record["figures"].items():
+        for name, figure in figures.items():
+            bound = "" if figure["bound"] is None else f"{figure['bound']:g}"
+            lines.append(
+                f"| `{test.replace('.py::test_', ': ')}` | {name} | {figure['largest']:.3g} | {bound} | "
+                f"{figure['cases']} | {figure['case']} |"
+            )
+    return "\n".join(lines)
+
+
+def write_summary(results: Path, page: Path) -> None:
+    """Replace what stands between the marks of `page`."""
+    before, _, rest = page.read_text().partition(START)
+    _, _, after = rest.partition(END)
+    text = summary(json.loads(results.read_text()))
+    page.write_text(f"{before}{START}\n{text}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    write_summary(Path(sys.argv[1]), Path(sys.argv[2]))
