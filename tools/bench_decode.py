@@ -111,9 +111,9 @@ def measure(bench: Bench, batch: int, ctx: int) -> dict[str, object]:
     whole, spread = bench.microseconds(lambda: runner.run(params))
     attend, plan = attend_of(bench, params), runner.plan(params.call)
     assert runner.launches is not None
-    score = runner.launches.score
+    score = runner.launches.score_early if plan.dependent else runner.launches.score
     stages = {"score": bench.microseconds(lambda: score(stream, runner.parameters))[0]}
-    if plan.clustered or plan.splits == 1:  # the merge in the workspace needs fresh counters
+    if plan.clustered or plan.splits == 1:  # a merge in the workspace needs fresh counters
         stages["attend"] = bench.microseconds(lambda: attend(stream, runner.parameters))[0]
     del held
     split = f"{plan.splits} {'clustered' if plan.clustered else 'in the workspace'}"
@@ -145,8 +145,14 @@ def measure_selection(bench: Bench, ctx: int) -> dict[str, float]:
     offsets = layout(GEOMETRY, params.call).offsets
     times = {}
     for kind, scores in distributions(n).items():
-        host = torch.from_numpy(np.asarray(scores, np.float32))
-        for slot, values in (("scores", host), ("maxima", host.view(-1, 16).amax(1))):
+        keys = np.asarray(scores, np.float32).view(np.int32) ^ np.int32(
+            -(2**31)
+        )  # as the sort keys of scores from 0 on
+        host = torch.from_numpy(keys)
+        for slot, values in (
+            ("scores", host),
+            ("maxima", torch.from_numpy(keys.view(np.uint32).reshape(-1, 16).max(1).view(np.int32))),
+        ):
             raw = values.cuda().view(torch.uint8)
             workspace[offsets[slot] : offsets[slot] + raw.numel()] = raw
         times[kind] = bench.microseconds(lambda: attend(params.stream, bench.runner.parameters))[0]

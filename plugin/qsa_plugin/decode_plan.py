@@ -17,7 +17,8 @@ LAYOUT = "19Q6i2f"
 
 SCORE_WARPS = 8  # WARPS of decode_score.cu
 SCORE_BLOCKS_AN_SM = 2  # that its registers allow
-SCORE_TILES_A_BLOCK = 4  # at least: fewer blocks leave processors to decode_attend, which starts beside them
+#: Tiles a block at least. Fewer blocks leave processors to decode_attend, which starts beside them.
+SCORE_TILES_A_BLOCK = 4
 MAX_SPLITS = 16  # MAX_SPLITS of decode_attend.cu
 #: Costs of decode_attend in tiles: what a block does besides its tiles, and the two kinds of merge.
 _BLOCK_COST, _CLUSTER_MERGE_COST, _WORKSPACE_MERGE_COST, _WORKSPACE_SPLIT_COST = 2.0, 1.0, 2.5, 0.15
@@ -47,6 +48,7 @@ class DecodePlan:
         score_stride: scores from one row to the next.
         splits: split-K splits of decode_attend.
         clustered: whether the splits of a (row, KV head) are one cluster.
+        dependent: let decode_score start before what is in front of it ends.
         offsets: of live, scores, maxima, blocks, partials, stats, counters in the workspace.
     """
 
@@ -54,6 +56,7 @@ class DecodePlan:
     score_stride: int
     splits: int
     clustered: bool
+    dependent: bool
     offsets: tuple[int, ...]
 
 
@@ -83,13 +86,15 @@ class AttendShape:
 
     def shared_bytes(self, spec: Specialisation, clustered: bool) -> int:
         """The `Shared` struct of the kernel."""
-        ring = max(2 * self.stages * self.tile * spec.head_size * 2, 8 * spec.geometry.budget_blocks)
+        ring = 2 * self.stages * self.tile * spec.head_size * 2
+        budget = spec.geometry.budget_blocks
+        quads = 8 if 32 * self.threads >= 2 * budget else 16
+        select = 16 * quads * (self.threads + 1) + 8 * budget + 44 * self.warps + 288
         query = PARTIAL_ROWS * spec.head_size * 2
         received = MAX_SPLITS * PARTIAL_ROWS * 8 + max(spec.head_size // 8, MAX_SPLITS) * spec.geometry.group_size * 32
         prob = PARTIAL_ROWS * (self.tile + 8) * 2
         stats = (2 * self.warps + MAX_SPLITS) * PARTIAL_ROWS * 4
-        select = 48 * self.warps + 4 * 33 + 4 * (spec.geometry.budget_blocks + 1)
-        return ring + max(query, received if clustered else 0) + prob + stats + select + 16
+        return max(ring, select) + max(query, received if clustered else 0) + prob + stats + 4 * (budget + 1) + 16
 
     def tuning(self, spec: Specialisation, clustered: bool) -> dict[str, int]:
         """The defines of the kernel file."""
@@ -125,15 +130,18 @@ def plan_decode(spec: Specialisation, call: Call, limits: DeviceLimits) -> Decod
     geometry = spec.geometry
     blocks = visible_blocks(geometry, call)
     scored = blocks > geometry.budget_blocks  # some length needs scores
-    most = max(1, SCORE_BLOCKS_AN_SM * limits.sm_count // call.batch)
+    most = max(1, SCORE_BLOCKS_AN_SM * limits.sm_count // call.batch) if call.batch > 1 else limits.sm_count
+    score_ctas = min(most, math.ceil(blocks / (SCORE_TILE * SCORE_TILES_A_BLOCK))) if scored else 0
     splits, clustered = _choose_splits(spec, call, limits)
     offsets = layout(geometry, call).offsets
     slots = ("live", "scores", "maxima", "blocks", "partials", "stats", "counters")
     return DecodePlan(
-        score_ctas=min(most, math.ceil(blocks / (SCORE_TILE * SCORE_TILES_A_BLOCK))) if scored else 0,
+        score_ctas=score_ctas,
         score_stride=score_stride(geometry, call),
         splits=splits,
         clustered=clustered,
+        # beside decode_attend of the step before, whose shared memory leaves it little cache
+        dependent=call.batch * (geometry.num_kv_heads * splits + (1 + score_ctas) / 2) <= limits.sm_count,
         offsets=tuple(offsets[slot] for slot in slots),
     )
 

@@ -65,9 +65,17 @@ class DecodeParams:
 
 @dataclass(frozen=True)
 class DecodeLaunches:
-    """The loaded kernels. `clustered` holds one launch of decode_attend for every cluster size."""
+    """The loaded kernels.
+
+    Attributes:
+        score: decode_score, after all that is in front of it.
+        score_early: decode_score, starting before what is in front of it ends, where the device can do that.
+        attend: decode_attend without clusters.
+        clustered: decode_attend by cluster size.
+    """
 
     score: Launch
+    score_early: Launch
     attend: Launch
     clustered: dict[int, Launch]
 
@@ -115,8 +123,9 @@ class QsaSparseDecodeRunner:
         launches = self.prepare(params)
         call, stream, parameters = params.call, params.stream, self.parameters
         plan = self.plan(call)
-        launches.score.grid(call.batch * (1 + plan.score_ctas))
-        launches.score(stream, parameters)
+        score = launches.score_early if plan.dependent else launches.score
+        score.grid(call.batch * (1 + plan.score_ctas))
+        score(stream, parameters)
         attend = launches.clustered[plan.splits] if plan.clustered else launches.attend
         attend.grid(call.batch * self._geometry.num_kv_heads * plan.splits)
         attend(stream, parameters)
@@ -158,7 +167,6 @@ class QsaSparseDecodeRunner:
         return plan_decode(self.specialisation, call, self._limits)
 
     def _load(self) -> DecodeLaunches:
-        """Each kernel may start before the one in front of it ends, where the device can do that."""
         spec, capability = self.specialisation, self._capability
         dependent = capability >= (9, 0)
         score, *attends = (
@@ -166,7 +174,8 @@ class QsaSparseDecodeRunner:
         )
         shape = attend_shape(spec, capability)
         return DecodeLaunches(
-            score=Launch(score, SCORE_WARPS * 32, dependent=dependent),
+            score=Launch(score, SCORE_WARPS * 32),
+            score_early=Launch(score, SCORE_WARPS * 32, dependent=dependent),
             attend=Launch(attends[0], shape.threads, shape.shared_bytes(spec, clustered=False), dependent=dependent),
             clustered={
                 size: Launch(attends[1], shape.threads, shape.shared_bytes(spec, clustered=True), dependent, size)

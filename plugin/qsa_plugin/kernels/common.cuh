@@ -166,10 +166,20 @@ __device__ __forceinline__ void load_rope(Rope<E>& rope, const float* cos_sin, i
 }
 
 // RoPE on the first ROTARY elements in non-interleaved pairs (i, i + ROTARY/2), no rounding.
-// buffer: ROTARY floats of shared memory of this warp.
+// buffer: ROTARY floats of shared memory of this warp. The whole warp calls it.
 template <int E>
 __device__ __forceinline__ void warp_rope(float (&x)[E], const Rope<E>& rope, float* buffer, int lane) {
-    constexpr int HALF = ROTARY / 2;
+    constexpr int HALF = ROTARY / 2, APART = HALF / E;
+    if constexpr (HALF % E == 0 && (APART & (APART - 1)) == 0) {  // the pair lies in one other lane
+#pragma unroll
+        for (int e = 0; e < E; ++e) {
+            const float other = __shfl_xor_sync(0xffffffffu, x[e], APART);
+            if (lane * E >= ROTARY) continue;
+            const float product = __fmul_rn(other, rope.s[e]);  // a - b and a + (-b) are one number
+            x[e] = __fadd_rn(__fmul_rn(x[e], rope.c[e]), lane < APART ? -product : product);
+        }
+        return;
+    }
     __syncwarp();
 #pragma unroll
     for (int e = 0; e < E; ++e)

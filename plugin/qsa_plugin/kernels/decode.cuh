@@ -20,8 +20,8 @@ struct DecodeParams {
     surf_t* output;            // [B, 1, HQ, D]
     const surf_t* queries;     // [B, IH, ID], normed and roped: of the scoring stage alone, not of the chain
     int* live;                 // [B], the length, or 0 where the row must do nothing
-    float* scores;             // [B, score_stride]
-    float* maxima;             // [B, maxima_stride()]: the largest of each SCORE_TILE scores
+    uint32_t* scores;          // [B, score_stride]: sort keys; fp32 scores of the scoring stage alone
+    uint32_t* maxima;          // [B, maxima_stride()]: the largest of each SCORE_TILE keys
     int* blocks;               // [B, BUDGET_BLOCKS + 1]: ids of the listed blocks, ascending, the tail last
     float* partials;           // [B * HKV * splits, 16, D]
     float* stats;              // [B * HKV * splits, 2, 16]: row maximum (base 2), row sum

@@ -56,14 +56,13 @@ union Reused {
 struct Shared {
     union {
         Stage stages[STAGES];
-        int lists[2][BUDGET_BLOCKS];  // of the selection, before the first tile
+        SelectScratch select;  // before the first tile
     };
     Reused reused;
     surf_t prob[ROWS][PROB_PITCH];
     float maximum[WARPS][ROWS];   // of the warps' tokens
     float sum[WARPS][ROWS];
     float weights[MAX_SPLITS][ROWS];  // of the splits in the merge, divided by the sum of all
-    SelectScratch select;
     int list[BUDGET_BLOCKS + 1];  // ids of this thread block's listed blocks, where they were selected
     int last;
 };
@@ -75,29 +74,28 @@ __device__ __forceinline__ int swizzled(int token, int chunk) {
     return (token * CHUNKS + (chunk ^ key)) * 8;
 }
 
-// The query heads of this KV head, normed and roped, into shared memory; zeros in the rows past GROUP.
-__device__ __forceinline__ void prepare_queries(const DecodeParams& p, Shared& shared, int row, int head, int position,
-                                                int warp, int lane) {
-    constexpr int E = D / 32, HEADS_A_WARP = (ROWS + WARPS - 1) / WARPS;
+// The query heads of this KV head, normed and roped, into shared memory; zeros in the rows past GROUP. x: this warp's
+// first head, raw.
+__device__ __forceinline__ void prepare_queries(float (&x)[D / 32], const surf_t* heads, const DecodeParams& p,
+                                                Shared& shared, int position, int warp, int lane) {
+    constexpr int E = D / 32;
     static_assert(sizeof(Stage) >= WARPS * ROTARY * sizeof(float), "a stage serves as the buffer of RoPE");
     float* buffer = reinterpret_cast<float*>(shared.stages + STAGES - 1) + warp * ROTARY;
-    const surf_t* heads = p.qkv + static_cast<int64_t>(row) * QKV_WIDTH + head * GROUP * D;
-    float x[HEADS_A_WARP][E] = {}, gamma[E];
+    float gamma[E];
     Rope<E> rope;
-#pragma unroll
-    for (int i = 0; i < HEADS_A_WARP; ++i)
-        if (warp + i * WARPS < GROUP) load_row(heads + (warp + i * WARPS) * D, lane, x[i]);
     load_row(p.q_gamma, lane, gamma);
     load_rope(rope, p.cos_sin + static_cast<int64_t>(position) * ROTARY, lane);
-#pragma unroll
-    for (int i = 0; i < HEADS_A_WARP; ++i) {
-        const int r = warp + i * WARPS, element = lane * E;
-        if (r >= ROWS) continue;
+#pragma unroll 1
+    for (int r = warp; r < ROWS; r += WARPS) {
         if (r < GROUP) {
-            warp_norm_main(x[i], gamma, p.eps);
-            warp_rope(x[i], rope, buffer, lane);
+            if (r != warp) load_row(heads + r * D, lane, x);
+            warp_norm_main(x, gamma, p.eps);
+            warp_rope(x, rope, buffer, lane);
+        } else {
+#pragma unroll
+            for (int e = 0; e < E; ++e) x[e] = 0.f;
         }
-        store_row(shared.reused.q + swizzled(r, element / 8) + element % 8 - element, lane, x[i]);
+        store_row(shared.reused.q + swizzled(r, lane * E / 8) + lane * E % 8 - lane * E, lane, x);
     }
 }
 
@@ -209,24 +207,17 @@ __device__ __forceinline__ void value_tile(float (&acc)[COLUMN_TILES][4], const 
 
 #include "decode_merge.cuh"
 
-// The ids of the listed blocks [first, first + own), into shared memory, and those of KV head 0 to the workspace as well.
-__device__ __forceinline__ void list_blocks(const DecodeParams& p, Shared& shared, int row, int head, int length, int first,
+// The ids of the listed blocks [first, first + own) of a row that has more than the budget, into shared memory.
+__device__ __forceinline__ void list_blocks(const DecodeParams& p, Shared& shared, int row, int length, int first,
                                             int own) {
     const int n = complete_blocks(length);
-    int* blocks = p.blocks + static_cast<int64_t>(row) * (BUDGET_BLOCKS + 1);
     const auto put = [&](int rank, int id) {
-        if (static_cast<unsigned>(rank - first) >= static_cast<unsigned>(own)) return;
-        shared.list[rank - first] = id;
-        if (head == 0) blocks[rank] = id;
+        if (static_cast<unsigned>(rank - first) < static_cast<unsigned>(own)) shared.list[rank - first] = id;
     };
-    if (n <= BUDGET_BLOCKS) {
-        for (int i = first + threadIdx.x; i < first + own; i += THREADS) put(i, i);  // the tail is block n
-    } else {
-        if (threadIdx.x == 0) put(BUDGET_BLOCKS, n);
-        select_blocks(p.scores + static_cast<int64_t>(row) * p.score_stride,
-                      p.maxima + static_cast<int64_t>(row) * maxima_stride(p), n, BUDGET_BLOCKS,
-                      shared.lists, shared.select, first, first + own, put);
-    }
+    if (threadIdx.x == 0 && length % R != 0) put(BUDGET_BLOCKS, n);
+    select_blocks(p.scores + static_cast<int64_t>(row) * p.score_stride,
+                  p.maxima + static_cast<int64_t>(row) * maxima_stride(p), n, BUDGET_BLOCKS, shared.select, first,
+                  first + own, put);
     __syncthreads();
 }
 
@@ -235,6 +226,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __g
     Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int split = blockIdx.x % p.splits, head = blockIdx.x / p.splits % HKV, row = blockIdx.x / p.splits / HKV;
+    const surf_t* heads = p.qkv + static_cast<int64_t>(row) * QKV_WIDTH + head * GROUP * D;
+    float x[D / 32];
+    load_row(heads + (warp < GROUP ? warp : 0) * D, lane, x);  // on its way beside the length
     const int length = length_in_reach(p, row);
     const int tokens = listed_tokens(length), tiles = (tokens + TILE - 1) / TILE, active = min(p.splits, tiles);
     const int begin = split < active ? tiles * split / active : 0;  // never empty for an active split
@@ -242,32 +236,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __g
     const int first = begin * TILE / R, own = min(end * TILE / R, listed_blocks(length)) - first;
     const bool selecting = complete_blocks(length) > BUDGET_BLOCKS;
 
-    // what depends on inputs and earlier steps alone
-    if (length > 0) prepare_queries(p, shared, row, head, length - 1, warp, lane);
-    const int loaded_first = min(begin + STAGES - 1, end);
-    const auto load_first = [&](const int* list) {
-        Lookup lookup;
-#pragma unroll
-        for (int s = 0; s < STAGES - 1; ++s) {
-            if (begin + s < loaded_first) {
-                look_up(lookup, p, row, list, first, begin + s, tokens);
-                load_tile(shared.stages[s], lookup, p.pool, head, begin + s, tokens);
-            }
-            cp_async_commit();
-        }
-    };
-    const bool early = !selecting && loaded_first < tiles;  // the new token is in the last tile
-    if (early) load_first(nullptr);
+    // What depends on inputs and earlier steps alone comes before the wait for kernel 1: the queries, and the first tiles
+    // where nothing is selected and they do not hold the new token.
+    if (length > 0) prepare_queries(x, heads, p, shared, length - 1, warp, lane);
+    __syncthreads();
+    const bool early = !selecting && min(begin + STAGES - 1, end) < tiles;
     if (selecting)  // the row's page table through L1, so that later look-ups are short
         for (int i = threadIdx.x * 32; i * PAGE < length; i += THREADS * 32) {
             const Pages pages = pages_in_range(p, row, i);
             asm volatile("" ::"r"(pages.k), "r"(pages.v));
         }
-    grid_dependency_wait();
+    if (!early) {
+        grid_dependency_wait();
+        if (selecting && split < active) list_blocks(p, shared, row, length, first, own);
+    }
+    const int* list = selecting ? shared.list : nullptr;
+    Lookup next;
+    if (begin < end) look_up(next, p, row, list, first, begin, tokens);
+#pragma unroll 1
+    for (int s = 0; s < STAGES - 1; ++s) {
+        if (begin + s < end) load_tile(shared.stages[s], next, p.pool, head, begin + s, tokens);
+        cp_async_commit();
+        if (begin + s + 1 < end) look_up(next, p, row, list, first, begin + s + 1, tokens);
+    }
+    if (early) grid_dependency_wait();
     grid_dependency_launch();
-    const int live = __ldcg(p.live + row);  // on its way beside the scores
-    if (split < active) list_blocks(p, shared, row, head, length, first, own);
-    if (live == 0) {  // the same in all blocks of the row
+    if (__ldcg(p.live + row) == 0) {  // the same in all blocks of the row
         cp_async_wait<0>();
         if (split == 0) store_zeros(p, row, head);
         return;
@@ -275,11 +269,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __g
 #if !ATTEND_CLUSTER
     if (split >= active) return;
 #endif
-    const int* list = selecting ? shared.list : nullptr;
-    if (!early) load_first(list);
-    Lookup next;
-    look_up(next, p, row, list, first, begin + STAGES - 1, begin + STAGES - 1 < end ? tokens : 0);
-    __syncthreads();
     uint32_t q_fragment[STEPS][4];
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)
@@ -287,6 +276,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __g
 #if ATTEND_CLUSTER
     cluster_arrive();  // q is in registers: its memory may receive
 #endif
+
+    if (head == 0)  // for whoever wants to see what was selected
+        for (int i = threadIdx.x; i < own; i += THREADS)
+            p.blocks[static_cast<int64_t>(row) * (BUDGET_BLOCKS + 1) + first + i] = selecting ? list[i] : first + i;
 
     float acc[COLUMN_TILES][4] = {};
     Softmax state = {{minus_infinity(), minus_infinity()}, {0.f, 0.f}};

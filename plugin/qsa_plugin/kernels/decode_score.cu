@@ -1,7 +1,7 @@
 // Decode, kernel 1: the new token, and the score of every complete block of every row.
 //   block 0 of a row appends the token (decode_append.cuh); the others score, each with index queries that it prepares
 //   for itself, so that neither waits for the other. The block key that this token completes is not in the pool yet: the
-//   warp that scores its block computes it too.
+//   warp that scores its block computes it as well.
 // A warp takes tiles of 16 blocks, which always lie in one page, with the block keys straight from the pool's V tails.
 // Nothing is scored while every block is selected anyway.
 #include "decode_append.cuh"
@@ -36,15 +36,17 @@ __device__ __forceinline__ void load_keys(Keys& keys, const DecodeParams& p, con
     }
 }
 
-// Puts the block key that this token completes in its place. Called by a whole warp.
-__device__ __forceinline__ void put_last_key(Keys& keys, const DecodeParams& p, int row, int length, surf_t* key,
-                                             float* buffer, int g, int t) {
-    const int lane = threadIdx.x % 32, place = (length / R - 1) % SCORE_TILE;
+// The block key that this token completes, as the pool will hold it. Called by a whole warp.
+__device__ __forceinline__ void make_last_key(const DecodeParams& p, int row, int length, surf_t* key, float* buffer) {
+    const int lane = threadIdx.x % 32;
     float x[INDEX_E], mean[INDEX_E];
     load_row(p.index_qk + static_cast<int64_t>(row) * INDEX_WIDTH + IH * ID, lane, x);
     complete_block_key(p, pages_in_range(p, row, (length - 1) / PAGE).k, length - 1, x, mean, buffer);
     store_row(key, lane, mean);
-    __syncwarp();
+}
+
+// Puts a block key in its place in the tile.
+__device__ __forceinline__ void put_key(Keys& keys, const surf_t* key, int place, int g, int t) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -87,6 +89,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_score(const __gr
     const surf_t* queries = p.queries + static_cast<int64_t>(row) * IH * ID;
 #else
     const surf_t* queries = shared.queries[0];
+    const bool completes = length % R == 0;  // in the last tile
+    const int tiles_before = tiles - 1 - cta;
+    if (completes && tiles_before % p.score_ctas == 0 && tiles_before / p.score_ctas % WARPS == warp)
+        make_last_key(p, row, length, shared.last_key, shared.buffers[warp]);
     const int head = WARPS - 1 - warp;  // the last warps: the first ones may have the last key to make
     if (head < IH) {
         float x[INDEX_E], weight[INDEX_E];
@@ -105,13 +111,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_score(const __gr
     for (int j = 0; j < PIECES; ++j)
         query[j] = g < IH ? *reinterpret_cast<const uint4*>(queries + g * ID + 32 * j + 8 * t) : make_uint4(0, 0, 0, 0);
 
-    float* scores = p.scores + static_cast<int64_t>(row) * p.score_stride;
+    uint32_t* scores = p.scores + static_cast<int64_t>(row) * p.score_stride;
+    uint32_t* maxima = p.maxima + static_cast<int64_t>(row) * maxima_stride(p);
     for (; tile < tiles; tile += step) {
         Keys next;
         if (tile + step < tiles) load_keys(next, p, v_pages, tile + step, stored, g, t);
 #if !SCORE_STAGE
-        if (tile == tiles - 1 && length % R == 0)
-            put_last_key(keys, p, row, length, shared.last_key, shared.buffers[warp], g, t);
+        if (completes && tile == tiles - 1) put_key(keys, shared.last_key, (blocks - 1) % SCORE_TILE, g, t);
 #endif
         float dots[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -119,10 +125,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_score(const __gr
         const float low = score_of_quad(dots[0], dots[1], t), high = score_of_quad(dots[2], dots[3], t);
         const int block = tile * SCORE_TILE + g + 8 * (t & 1);
         const float score = (t & 1) == 0 ? low : high;
-        if (t < 2 && block < blocks) scores[block] = score;
-#if !SCORE_STAGE
-        const uint32_t highest = __reduce_max_sync(0xffffffffu, block < blocks ? score_key(score) : 0u);
-        if (lane == 0) p.maxima[static_cast<int64_t>(row) * maxima_stride(p) + tile] = score_of_key(highest);
+#if SCORE_STAGE
+        if (t < 2 && block < blocks) scores[block] = __float_as_uint(score);
+#else
+        const uint32_t key = block < blocks ? score_key(score) : 0u;
+        if (t < 2 && block < (blocks + 3) / 4 * 4) scores[block] = key;  // whole quads of keys, 0 at the end
+        const uint32_t highest = __reduce_max_sync(0xffffffffu, key);
+        if (lane == 0) maxima[tile] = highest;
+        if (tile == tiles - 1 && lane > 0 && tile + lane < (tiles + 3) / 4 * 4) maxima[tile + lane] = 0u;
 #endif
         keys = next;
     }
