@@ -102,7 +102,9 @@ class Fusion:
             file.write(columns.value().tobytes())
 
 
-def fuse_qkv(model: onnx.ModelProto, index: GraphIndex, plans: Sequence[LayerPlan], names: Names, data: str) -> Fusion:
+def fuse_qkv(
+    model: onnx.ModelProto, index: GraphIndex, plans: Sequence[LayerPlan], names: Names, fusion: Fusion
+) -> None:
     """Fuse the projections of every layer, in place, after `rewrite.apply` and before `prune`.
 
     Layers that share all of their weights share the fused one. Weights in external data are not read here: what is
@@ -113,12 +115,11 @@ def fuse_qkv(model: onnx.ModelProto, index: GraphIndex, plans: Sequence[LayerPla
         index: the index of the model before it was edited.
         plans: the layers.
         names: names that are taken.
-        data: location of the new file.
+        fusion: an empty one, which learns what is done.
 
     Raises:
         RefusedError: a projection that is no plain MatMul, has a bias that others lack, or is read elsewhere.
     """
-    fusion = Fusion(data)
     fused: dict[tuple[str, ...], tuple[str, str | None]] = {}
     found = [_linears(index, plan) for plan in plans]
     for plan, linears in zip(plans, found, strict=True):
@@ -138,8 +139,7 @@ def fuse_qkv(model: onnx.ModelProto, index: GraphIndex, plans: Sequence[LayerPla
     if shared:
         fusion.notes.append(f"other nodes read {', '.join(sorted(shared))} too: the fused weights are copies of them")
     if fusion.has_data:
-        fusion.notes.append(f"fused weights are in {data}; what they were made of stays in the old files, unread")
-    return fusion
+        fusion.notes.append(f"fused weights are in {fusion.data}; what they were made of stays where it was")
 
 
 def _linears(index: GraphIndex, plan: LayerPlan) -> list[_Linear]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -19,11 +19,11 @@ from . import fuse_qkv as fuse
 from . import rewrite
 from .config import Config, load_config
 from .detect import patched_nodes
-from .files import AddedData, ExternalData, check_output, default_output, load_model, save_model
+from .files import AddedData, ExternalData, ModelFile, check_output, default_output, load_model, save_model
 from .fused_ops import restore
 from .graph_index import GraphIndex
 from .linear import behind
-from .plain_form import to_plain_form
+from .plain_form import PlainForm, to_plain_form
 from .plan import TYPE_NAMES, TYPES, make_plan
 from .prune import Removed, prune, strip_stack_traces
 from .reference_body import add_reference_function
@@ -90,32 +90,16 @@ def patch_onnx(
     source = load_model(model)
     target = Path(output) if output is not None else default_output(source.path)
     check_output(source, target, external_data)
-    added = target.with_name(target.name + FUSED_SUFFIX)
     if fuse_qkv:
-        check_output(source, added)
+        check_output(source, target.with_name(target.name + FUSED_SUFFIX))
     form = to_plain_form(source.model, source.folder)
-    index = form.index
     if patched_nodes(source.model):
-        plain = [f"{topk.label} is still an indexer in plain operators" for topk, _ in indexers(index)]
+        plain = [f"{topk.label} is still an indexer in plain operators" for topk, _ in indexers(form.index)]
         if verify:
             plain.append(f"not verified: run qsa-trt validate {source.path} --original FILE")
         return PatchReport("already-patched", source.path, target, warnings=tuple(plain))
-    plan = make_plan(index, config, dtype, io)
-    plans = plan.layers
-    rope, rope_text = _rope(index, plans, max_positions, config)
-    warnings = _shape_warnings(index, plans)
-    if form.inlined:
-        warnings.append(f"local functions were inlined: {', '.join(form.inlined)}")
-    layers = [_layer_report(index, plan) for plan in plans]
-    edited = source.model
-    additions = rewrite.add_layers(edited, index, plans, rope)
-    rewrite.apply(edited, additions)
-    fusion = fuse.fuse_qkv(edited, index, plans, additions.names, added.name) if fuse_qkv else fuse.Fusion(added.name)
-    removed = prune(edited, index, plan.cache_outputs, additions.names)
-    restore(edited, form.rewritten)
-    strip_stack_traces(edited)
-    if reference_body:
-        add_reference_function(edited)
+    options = EditOptions(dtype, io, max_positions, reference_body, fuse_qkv)
+    edit = edit_model(source, form, target, config, options)
     verdicts: list[ValidationReport] = []
 
     def accept(written: Path) -> None:
@@ -124,10 +108,67 @@ def patch_onnx(
 
     if dry_run:
         accept(source.path)
-    data = AddedData(fusion.data, fusion.write) if fusion.has_data else None
-    notes = () if dry_run else save_model(edited, source, target, external_data, accept, data)
-    return PatchReport(
+    notes = () if dry_run else save_model(source.model, source, target, external_data, accept, edit.added)
+    return replace(
+        edit.report,
         status="dry-run" if dry_run else "patched",
+        verification=next(iter(verdicts), None),
+        warnings=(*edit.report.warnings, *notes),
+    )
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What `edit_model` did, and the new weights that belong beside the model, if any."""
+
+    report: PatchReport
+    added: AddedData | None
+
+
+@dataclass(frozen=True)
+class EditOptions:
+    """How to patch; the names are those of `patch_onnx`. A rope table is baked in where `max_positions` is given."""
+
+    dtype: str | None = None
+    pool_io: PoolIO = PoolIO.IN_PLACE
+    max_positions: int | None = None
+    reference_body: bool = True
+    fuse_qkv: bool = False
+
+
+def edit_model(source: ModelFile, form: PlainForm, target: Path, config: Config, options: EditOptions) -> Edit:
+    """Patch a loaded model in memory; its external data stays as it is.
+
+    Args:
+        source: the file, whose proto is changed.
+        form: of its model, from `to_plain_form`.
+        target: where the result will be written.
+        config: the model's config; empty when none is given.
+        options: how to patch.
+
+    Raises:
+        InputError, RefusedError: as `patch_onnx`.
+    """
+    edited, index = source.model, form.index
+    plan = make_plan(index, config, options.dtype, options.pool_io)
+    plans = plan.layers
+    rope, rope_text = _rope(index, plans, options.max_positions, config)
+    warnings = _shape_warnings(index, plans)
+    if form.inlined:
+        warnings.append(f"local functions were inlined: {', '.join(form.inlined)}")
+    layers = [_layer_report(index, plan) for plan in plans]
+    additions = rewrite.add_layers(edited, index, plans, rope)
+    rewrite.apply(edited, additions)
+    fusion = fuse.Fusion(target.name + FUSED_SUFFIX)
+    if options.fuse_qkv:
+        fuse.fuse_qkv(edited, index, plans, additions.names, fusion)
+    removed = prune(edited, index, plan.cache_outputs, additions.names)
+    restore(edited, form.rewritten)
+    strip_stack_traces(edited)
+    if options.reference_body:
+        add_reference_function(edited)
+    report = PatchReport(
+        status="patched",
         input=source.path,
         output=target,
         layers=tuple(layers),
@@ -137,11 +178,11 @@ def patch_onnx(
         new_inputs=tuple(_tensor_report(v) for v in additions.inputs),
         new_outputs=tuple(_tensor_report(v) for v in additions.outputs),
         rope=rope_text,
-        reference_body=reference_body,
+        reference_body=options.reference_body,
         fused_widths=tuple(fusion.widths),
-        verification=next(iter(verdicts), None),
-        warnings=(*warnings, *additions.warnings(), *_kept_warnings(removed), *fusion.notes, *notes),
+        warnings=(*warnings, *additions.warnings(), *_kept_warnings(removed), *fusion.notes),
     )
+    return Edit(report, AddedData(fusion.data, fusion.write) if fusion.has_data else None)
 
 
 def _rope(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from qsa_plugin.errors import FailedError, InputError, RefusedError
 from qsa_trt import cli, comparison
 from qsa_trt.comparison import ValidationReport, validate
 from qsa_trt.patching import patch_onnx
+from qsa_trt.patching.files import ModelFile
 from tests.support.graphs import add_constant, insert, load, node, reroute, retype
 from tests.support.originals import model_path
 from tests.support.requirements import needs_onnxruntime
@@ -153,17 +155,15 @@ class TestPatchedFile:
 
 
 def test_a_wrong_patch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = comparison.patch_onnx
+    edit = comparison.edit_model
 
-    def wrong(*arguments: Any, **options: Any) -> Any:
-        report = made(*arguments, **options)
-        model = onnx.load(report.output)
-        call = next(n for n in model.graph.node if n.op_type == "QsaAttention")
+    def wrong(source: ModelFile, *arguments: Any) -> Any:
+        done = edit(source, *arguments)
+        call = next(n for n in source.model.graph.node if n.op_type == "QsaAttention")
         next(a for a in call.attribute if a.name == "indexer_budget").i -= 4
-        onnx.save(model, report.output)
-        return report
+        return done
 
-    monkeypatch.setattr(comparison, "patch_onnx", wrong)
+    monkeypatch.setattr(comparison, "edit_model", wrong)
     assert not validate(LM, lengths=(160,), decode_steps=3).passed
 
 
@@ -228,6 +228,26 @@ def test_only_differing_rows_with_ties_are_ignored() -> None:
     assert not comparison._comparison("decode", "out", rows, errors, ~ties, 1e-5, 1.0).passed
     everywhere = comparison._comparison("decode", "out", rows, np.full((1, 5), 1.0), np.ones((1, 5), bool), 1e-5, 1.0)
     assert not everywhere.passed  # nothing was compared
+
+
+def test_weights_beside_the_model_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lm.onnx"
+    onnx.save(load(), path, save_as_external_data=True, location="lm.data", size_threshold=128)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    used: list[int] = []
+    run = comparison._PatchedRun.compare
+
+    def spy(*arguments: Any) -> Any:
+        used.append(sum(p.stat().st_size for p in temporary.rglob("*") if p.is_file()))
+        return run(*arguments)
+
+    monkeypatch.setattr(comparison._PatchedRun, "compare", spy)
+    assert validate(path, **SMALL).passed
+    assert used == [0]
+    assert {p.name for p in tmp_path.iterdir()} == {"lm.onnx", "lm.data", "tmp"}
+    assert (tmp_path / "lm.data").stat().st_nlink == 1
 
 
 def test_a_model_without_qsa_is_refused() -> None:

@@ -242,7 +242,7 @@ class TestExternalData:
         report = patch_onnx(source, output, fuse_qkv=True, external_data=how, verify=verify)
         data = output.with_name("f.onnx.qkv.data")
         assert data.stat().st_size == 2 * 32 * WIDTH * 4
-        assert f"fused weights are in {data.name}; what they were made of stays in the old files, unread" in (
+        assert f"fused weights are in {data.name}; what they were made of stays where it was" in (
             report.warnings
         )
         assert data.name in load_model(output).external
