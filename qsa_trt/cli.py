@@ -6,6 +6,7 @@ work started (arguments, files, missing packages); 130 interrupted.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,39 @@ from qsa_plugin import contract
 from qsa_plugin.errors import QsaError
 
 from . import __version__
-from .machine_commands import EPILOG, cache_command, doctor_command, selftest_command
-from .progress import shown
+from .command import Group, Settings, progress, say, verbose
+from .machine_commands import cache_command, doctor_command, selftest_command
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
-@click.group(context_settings=_SETTINGS, epilog=EPILOG)
-@click.version_option(__version__, prog_name="qsa-trt")
+def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if not wanted:
+        return
+    from qsa_plugin import flavour_name, flavour_version
+
+    try:
+        tensorrt = f"{flavour_name()} {flavour_version()}"
+    except QsaError:
+        tensorrt = "no usable TensorRT (see qsa-trt doctor)"
+    click.echo(f"qsa-trt {__version__}, {tensorrt}")
+    context.exit()
+
+
+@click.group(cls=Group, context_settings=_SETTINGS)
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_version,
+    help="Print the version and the TensorRT in use.",
+)
 def cli() -> None:
     """Qwen Sparse Attention for TensorRT: patch ONNX files and build engines from them."""
 
 
-@cli.command("patch-onnx", epilog=EPILOG)
+@cli.command("patch-onnx")
 @click.argument("model", type=click.Path())
 @click.option("-o", "--output", type=click.Path(), help="Where to write.  [default: MODEL with .qsa.onnx]")
 @click.option(
@@ -79,10 +100,12 @@ def patch_onnx_command(model: str, output: str | None, **options: Any) -> None:
     """Rewrite every QSA attention of the ONNX file MODEL into one QsaAttention node."""
     from .patching import patch_onnx
 
-    click.echo(patch_onnx(model, output, **options).summary())
+    with progress(f"patch {model}"):
+        report = patch_onnx(model, output, **options)
+    click.echo(report.summary())
 
 
-@cli.command("export", epilog=EPILOG)
+@cli.command("export")
 @click.argument("source", type=click.Path(), metavar="CHECKPOINT_OR_CONFIG")
 @click.option("-o", "--output", type=click.Path(), required=True, help="Where to write.")
 @click.option("--random-init", type=int, metavar="SEED", help="Random weights; a config.json is enough then.")
@@ -129,10 +152,12 @@ def export_command(source: str, output: str, **options: Any) -> None:
     """
     from .exporting import export_onnx
 
-    click.echo(export_onnx(source, output, **options).summary())
+    with progress(f"export {source}"):
+        report = export_onnx(source, output, **options)
+    click.echo(report.summary())
 
 
-@cli.command("build-engine", epilog=EPILOG)
+@cli.command("build-engine")
 @click.argument("model", type=click.Path())
 @click.option("-o", "--output", type=click.Path(), help="Where to write.  [default: MODEL with .engine]")
 @click.option("--max-batch", type=int, help="Most sequences of one call.  [default: 1]")
@@ -153,9 +178,22 @@ def export_command(source: str, output: str, **options: Any) -> None:
 @click.option(
     "--target", multiple=True, metavar="SM[,SM]", help="Compute capabilities such as sm_86,sm_120 (TensorRT-RTX only)."
 )
+@click.option(
+    "--timing-cache", type=click.Path(), help="Take timings from this file and write them back (tensorrt only)."
+)
+@click.option(
+    "--version-compatible",
+    is_flag=True,
+    help="Let later TensorRT versions load the engine, without code of the host in it (tensorrt only).",
+)
+@click.option(
+    "--hardware-compatible",
+    type=click.Choice(["ampere+", "same-cc"]),
+    help="Let other GPUs run the engine: 8.0 and newer, or of the same compute capability (tensorrt only).",
+)
 @click.option("--workspace", metavar="BYTES", help="Limit of the builder's workspace, such as 4G.")
 @click.option("--tensorrt", metavar="FLAVOUR", help="tensorrt or tensorrt_rtx.  [default: the first one installed]")
-@click.option("-v", "--verbose", is_flag=True, help="Print TensorRT's log to stderr.")
+@verbose("Print TensorRT's log to stderr, and the traces behind an error.")
 def build_engine_command(model: str, output: str | None, workspace: str | None, **options: Any) -> None:
     """Build a TensorRT engine from the patched ONNX file MODEL."""
     from .building import parse_bytes, plan_build, run_build
@@ -163,10 +201,12 @@ def build_engine_command(model: str, output: str | None, workspace: str | None, 
     size = None if workspace is None else parse_bytes(workspace)
     plan = plan_build(model, output, workspace=size, **options)
     click.echo(plan.summary())
-    click.echo(run_build(plan).summary())
+    with progress() as shown:
+        report = run_build(plan, progress=shown)
+    click.echo(report.summary())
 
 
-@cli.command("validate", epilog=EPILOG)
+@cli.command("validate")
 @click.argument("model", type=click.Path())
 @click.option("--original", type=click.Path(), help="The unpatched file, where MODEL is a patched one.")
 @click.option("--config", type=click.Path(), help="The model's config.json, for what the graph does not tell.")
@@ -197,18 +237,18 @@ def validate_command(model: str, gpu: bool, cuda_graph: bool, as_json: bool, **o
         if options.pop(name):
             raise click.UsageError(f"--{name}: the GPU is compared with MODEL itself; leave it out with --gpu")
     report: Any
-    if engine:
-        report = validate_engine(model, cuda_graph=cuda_graph, **options)
-    elif gpu:
-        report = validate_layers(model, **options)
-    else:
-        with shown() as progress:
-            report = validate(model, progress=progress, **options)
+    with progress(f"validate {model}") as shown:
+        if engine:
+            report = validate_engine(model, cuda_graph=cuda_graph, **options)
+        elif gpu:
+            report = validate_layers(model, **options)
+        else:
+            report = validate(model, progress=shown, **options)
     click.echo(report.json() if as_json else report.summary())
     return 0 if report.passed else 1
 
 
-@cli.group("bench", epilog=EPILOG, invoke_without_command=True)
+@cli.group("bench", invoke_without_command=True)
 @click.option("--quick", is_flag=True, help="Fewer cases and repeats: half a minute instead of two and a half.")
 @click.option("--cases", metavar="PATTERN[,PATTERN]", help="Only the cases whose names match, as in decode-b1-*.")
 @click.option("--json", type=click.Path(), help="Write the record to this file too.")
@@ -221,10 +261,10 @@ def bench_command(context: click.Context, /, **options: Any) -> None:
     if context.invoked_subcommand is None:
         from .benchmark import run_benchmark
 
-        click.echo(run_benchmark(**options, progress=lambda line: click.echo(line, err=True)).summary())
+        click.echo(run_benchmark(**options, progress=say).summary())
 
 
-@bench_command.command("compare", epilog=EPILOG)
+@bench_command.command("compare")
 @click.argument("before", type=click.Path())
 @click.argument("after", type=click.Path())
 @click.option("--noise", type=float, default=0.05, show_default=True, help="Slowdown that passes, as a fraction.")
@@ -237,7 +277,7 @@ def bench_compare_command(before: str, after: str, noise: float) -> int:
     return 0 if comparison.passed else 1
 
 
-@bench_command.command("plot", epilog=EPILOG)
+@bench_command.command("plot")
 @click.argument("file", type=click.Path())
 @click.option("-o", "--output", type=click.Path(), required=True, help="Where to draw: .svg, .png or .pdf.")
 def bench_plot_command(file: str, output: str) -> None:
@@ -247,7 +287,7 @@ def bench_plot_command(file: str, output: str) -> None:
     click.echo(f"drew {plot_record(file, output)}")
 
 
-@cli.command("inspect", epilog=EPILOG)
+@cli.command("inspect")
 @click.argument("file", type=click.Path())
 @click.option("--config", type=click.Path(), help="The model's config.json, for what the graph does not tell.")
 @click.option(
@@ -269,7 +309,7 @@ cli.add_command(cache_command)
 cli.add_command(selftest_command)
 
 
-@cli.command("contract", epilog=EPILOG)
+@cli.command("contract")
 def contract_command() -> None:
     """Print the QsaAttention contract (inputs, outputs, attributes) as Markdown tables."""
     click.echo(contract_tables())
@@ -293,8 +333,9 @@ def contract_tables() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A user's error prints one line; a bug keeps its trace."""
+    chosen = Settings()
     try:
-        result = cli.main(args=arguments, prog_name="qsa-trt", standalone_mode=False)
+        result = cli.main(args=arguments, prog_name="qsa-trt", standalone_mode=False, obj=chosen)
     except click.exceptions.NoArgsIsHelpError as help_text:
         click.echo(help_text.format_message(), err=True)
         return 2
@@ -303,6 +344,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"error: {error.format_message()} (see {command} --help)")
         return 2
     except QsaError as error:
+        if chosen.verbose:
+            traceback.print_exception(error)
         _say(f"error: {error}")
         return error.exit_code
     except OSError as error:  # the disk or a stream failed during the work

@@ -6,12 +6,10 @@ from typing import Any
 
 import click
 
-from .progress import shown
-
-EPILOG = "Exit codes: 0 done; 1 refused or failed; 2 wrong input, found before any work; 130 interrupted."
+from .command import Command, Group, progress
 
 
-@click.command("doctor", epilog=EPILOG)
+@click.command("doctor", cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, and nothing else.")
 def doctor_command(as_json: bool) -> int:
     """Say what this machine offers, and what to do about what is missing; exit code 1 if it cannot patch and build."""
@@ -22,12 +20,12 @@ def doctor_command(as_json: bool) -> int:
     return 0 if report.passed else 1
 
 
-@click.group("cache", epilog=EPILOG)
+@click.group("cache", cls=Group)
 def cache_command() -> None:
     """The compiled kernels on disk, which make the first call of a node quick."""
 
 
-@cache_command.command("path", epilog=EPILOG)
+@cache_command.command("path")
 def cache_path_command() -> None:
     """Print the cache folder (QSA_TRT_CACHE sets it)."""
     from qsa_plugin.environment import cache_folder
@@ -35,7 +33,7 @@ def cache_path_command() -> None:
     click.echo(cache_folder())
 
 
-@cache_command.command("size", epilog=EPILOG)
+@cache_command.command("size")
 def cache_size_command() -> None:
     """Print how many kernels the cache holds, and their size."""
     from .cache import cache_size
@@ -43,7 +41,7 @@ def cache_size_command() -> None:
     click.echo(cache_size().summary())
 
 
-@cache_command.command("clear", epilog=EPILOG)
+@cache_command.command("clear")
 def cache_clear_command() -> None:
     """Delete the compiled kernels; other files in the folder stay."""
     from .cache import clear_cache
@@ -51,7 +49,7 @@ def cache_clear_command() -> None:
     click.echo(f"deleted {clear_cache().summary()}")
 
 
-@cache_command.command("warm", epilog=EPILOG)
+@cache_command.command("warm")
 @click.argument("model", type=click.Path(), required=False)
 @click.option("--arch", metavar="SM[,SM]", help="Such as sm_90,sm_86, or all.  [default: this machine's GPU]")
 @click.option("--geometry", help="Without MODEL: real, that of Qwen3.8-Flash-Next.  [default: real]", default="real")
@@ -64,12 +62,12 @@ def cache_warm_command(model: str | None, **options: Any) -> None:
     """
     from .cache import warm_cache
 
-    with shown() as progress:
-        report = warm_cache(model, progress=progress, **options)
+    with progress() as shown:
+        report = warm_cache(model, progress=shown, **options)
     click.echo(report.summary())
 
 
-@click.command("selftest", epilog=EPILOG)
+@click.command("selftest", cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, and nothing else.")
 def selftest_command(as_json: bool) -> int:
     """Prove on this machine what can be proven on it, with a small sample model; paste the report into a bug report.
@@ -80,7 +78,7 @@ def selftest_command(as_json: bool) -> int:
     """
     from .selftest import selftest
 
-    with shown() as progress:
-        report = selftest(progress=progress)
+    with progress() as shown:
+        report = selftest(progress=shown)
     click.echo(report.json() if as_json else report.summary())
     return 0 if report.passed else 1

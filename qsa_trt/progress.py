@@ -36,11 +36,11 @@ class Progress:
 
 
 @contextmanager
-def shown(quiet: bool = False) -> Iterator[Progress]:
+def shown(text: str = "", *, quiet: bool = False) -> Iterator[Progress]:
     """A spinner with the line of a progress on stderr, where that is a terminal, unless `quiet`; it goes at the end."""
     from rich.console import Console
 
-    progress = Progress()
+    progress = Progress(text)
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield progress

@@ -18,6 +18,8 @@ from qsa_plugin import tensorrt as load_tensorrt
 from qsa_plugin.errors import InputError
 
 from ..patching.files import check_writable
+from ..progress import Progress
+from .compatibility import check_compatibility
 from .manifest import Json, describe_engine, manifest_path, write_engine
 from .network import BuildOptions, compile_engine, parse_targets
 from .patched_model import PatchedModel, load_patched_model
@@ -38,10 +40,12 @@ class BuildPlan:
     profiles: tuple[Profile, ...]
     options: BuildOptions
     flavour: str
+    notes: tuple[str, ...] = ()
 
     def summary(self) -> str:
         """The profiles as a table, then what a user may not have meant."""
-        return "\n".join([profile_table(self.profiles), *(f"warning: {text}" for text in self.sizes.warnings)])
+        warnings = [f"warning: {text}" for text in self.sizes.warnings]
+        return "\n".join([profile_table(self.profiles), *warnings, *(f"note: {text}" for text in self.notes)])
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,13 @@ def build_engine(
     single_profile: bool = False,
     profile: Sequence[str] = (),
     target: Sequence[str] = (),
+    timing_cache: str | Path | None = None,
+    version_compatible: bool = False,
+    hardware_compatible: str | None = None,
     workspace: int | None = None,
     verbose: bool = False,
     tensorrt: str | None = None,
+    progress: Progress | None = None,
 ) -> BuildReport:
     """Build a TensorRT engine from a patched ONNX file; arguments and errors of `plan_build` and `run_build`."""
     return run_build(
@@ -108,10 +116,14 @@ def build_engine(
             single_profile=single_profile,
             profile=profile,
             target=target,
+            timing_cache=timing_cache,
+            version_compatible=version_compatible,
+            hardware_compatible=hardware_compatible,
             workspace=workspace,
             verbose=verbose,
             tensorrt=tensorrt,
-        )
+        ),
+        progress=progress,
     )
 
 
@@ -126,6 +138,9 @@ def plan_build(
     single_profile: bool = False,
     profile: Sequence[str] = (),
     target: Sequence[str] = (),
+    timing_cache: str | Path | None = None,
+    version_compatible: bool = False,
+    hardware_compatible: str | None = None,
     workspace: int | None = None,
     verbose: bool = False,
     tensorrt: str | None = None,
@@ -142,6 +157,10 @@ def plan_build(
         single_profile: one profile for prefill and decode instead of two.
         profile: overrides `[PROFILE:]NAME:[min]/[opt]/[max]`.
         target: compute capabilities such as `sm_86`, TensorRT-RTX only; default: those of TensorRT-RTX.
+        timing_cache: file whose timings are taken, and that gets those of this build; TensorRT only.
+        version_compatible: let later versions load the engine, which then holds no code of the host; TensorRT only.
+        hardware_compatible: `ampere+` lets GPUs of compute capability 8.0 and newer run the engine, `same-cc` those of
+            this machine's; TensorRT only.
         workspace: limit of the builder's workspace pool, bytes; default: TensorRT's.
         verbose: print TensorRT's log to stderr.
         tensorrt: the flavour, `tensorrt` or `tensorrt_rtx`; None resolves it.
@@ -170,12 +189,27 @@ def plan_build(
         )
     if flavour == "tensorrt_rtx":
         ensure_rtx_library()
-    options = BuildOptions(parse_targets(trt, flavour, target), workspace, verbose)
-    return BuildPlan(patched, engine, sizes, profiles, options, flavour)
+    cache = None if timing_cache is None else Path(timing_cache)
+    notes = check_compatibility(
+        flavour, timing_cache=cache, version_compatible=version_compatible, hardware_compatible=hardware_compatible
+    )
+    options = BuildOptions(
+        targets=parse_targets(trt, flavour, target),
+        workspace=workspace,
+        verbose=verbose,
+        timing_cache=None if notes else cache,
+        version_compatible=version_compatible,
+        hardware_compatible=hardware_compatible,
+    )
+    return BuildPlan(patched, engine, sizes, profiles, options, flavour, notes)
 
 
-def run_build(plan: BuildPlan) -> BuildReport:
+def run_build(plan: BuildPlan, *, progress: Progress | None = None) -> BuildReport:
     """Build, and write ENGINE and ENGINE.json, both or none.
+
+    Args:
+        plan: what to build.
+        progress: told the builder's phases.
 
     Raises:
         FailedError: TensorRT cannot parse or build the model, or a file cannot be written.
@@ -184,7 +218,9 @@ def run_build(plan: BuildPlan) -> BuildReport:
     trt = load_tensorrt(plan.flavour)
     register(plan.flavour)
     start = time.perf_counter()
-    serialized = _interruptible(lambda stop: compile_engine(trt, plan.model, plan.profiles, plan.options, stop))
+    shown = progress or Progress()
+    serialized = _interruptible(lambda stop: compile_engine(trt, plan.model, plan.profiles, plan.options, stop, shown))
+    shown.text = f"write {plan.output.name}"
     manifest = describe_engine(
         plan.model,
         plan.profiles,

@@ -90,6 +90,8 @@ def describe_engine(
             "strongly_typed": True,
             "preview_features": [PREVIEW_FEATURE] if uses_alias(model) else [],
             "workspace": options.workspace,
+            "version_compatible": options.version_compatible,
+            "hardware_compatible": options.hardware_compatible,
         },
         "targets": list(options.targets),
         "build_seconds": round(seconds, 3),

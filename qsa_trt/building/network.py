@@ -6,19 +6,24 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from qsa_plugin import clear_errors, first_error
 from qsa_plugin.contract import PoolIO
 from qsa_plugin.errors import FailedError, InputError
 
+from ..progress import Progress
 from ..tensorrt_log import failure, logger
+from .compatibility import load_timing_cache, save_timing_cache, set_compatibility
 from .patched_model import OPERATORS, PatchedModel
 from .profiles import Profile
 
 PREVIEW_FEATURE = "ALIASED_PLUGIN_IO_10_03"
 #: TensorRT, its registry and the plugin's remembered errors are process-wide: one build at a time.
 _one_build = threading.Lock()
+#: Phases of phases that are told: those below come and go by the thousand.
+_SHOWN_DEPTH = 4
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,9 @@ class BuildOptions:
     targets: tuple[str, ...] = ()
     workspace: int | None = None
     verbose: bool = False
+    timing_cache: Path | None = None
+    version_compatible: bool = False
+    hardware_compatible: str | None = None
 
 
 def parse_targets(trt: Any, flavour: str, targets: Sequence[str]) -> tuple[str, ...]:
@@ -63,8 +71,9 @@ def compile_engine(
     profiles: Sequence[Profile],
     options: BuildOptions,
     cancelled: threading.Event,
+    progress: Progress,
 ) -> Any:
-    """Parse the model and build it, strongly typed.
+    """Parse the model and build it, strongly typed; the builder's phases go to `progress`.
 
     Returns:
         TensorRT's host memory with the serialized engine; supports the buffer protocol.
@@ -79,14 +88,18 @@ def compile_engine(
         builder = start_builder(trt, log)
         network = builder.create_network(_strongly_typed(trt))
         parser = trt.OnnxParser(network, log)
+        progress.text = f"parse {model.path.name}"
         _parse(parser, model, log)
         _check_plugin_layers(trt, network, model)
         config = _config(trt, builder, network, model, profiles, options)
-        monitor = _monitor(trt, cancelled)
+        cache = load_timing_cache(config, options.timing_cache) if options.timing_cache else None
+        monitor = _monitor(trt, cancelled, progress)
         config.progress_monitor = monitor
         serialized = builder.build_serialized_network(network, config)
         if serialized is None or first_error() is not None:  # the bindings build on after some exceptions
             raise failure("the build failed", log)
+        if cache is not None and options.timing_cache:
+            save_timing_cache(cache, options.timing_cache)
         return serialized
 
 
@@ -172,6 +185,12 @@ def _config(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace)
     if uses_alias(model):
         config.set_preview_feature(getattr(trt.PreviewFeature, PREVIEW_FEATURE), True)
+    set_compatibility(
+        trt,
+        config,
+        version_compatible=options.version_compatible,
+        hardware_compatible=options.hardware_compatible,
+    )
     if options.targets:
         config.num_compute_capabilities = len(options.targets)
         for index, target in enumerate(options.targets):
@@ -197,17 +216,23 @@ def _profile(builder: Any, network: Any, profile: Profile) -> Any:
     return native
 
 
-def _monitor(trt: Any, cancelled: threading.Event) -> Any:
-    """Lets the builder stop at its next step once `cancelled` is set."""
+def _monitor(trt: Any, cancelled: threading.Event, progress: Progress) -> Any:
+    """Tells the builder's phases, and lets it stop at its next step once `cancelled` is set."""
 
-    class CancelMonitor(trt.IProgressMonitor):  # type: ignore[misc]  # the base is known at run time only
+    class BuildMonitor(trt.IProgressMonitor):  # type: ignore[misc]  # the base is known at run time only
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.depth: dict[str, int] = {}
+
         def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-            pass
+            self.depth[name] = self.depth.get(parent or "", 0) + 1
+            if self.depth[name] <= _SHOWN_DEPTH:
+                progress.text = "stop at the next step" if cancelled.is_set() else f"build: {name}"
 
         def phase_finish(self, name: str) -> None:
-            pass
+            self.depth.pop(name, None)
 
         def step_complete(self, name: str, step: int) -> bool:
             return not cancelled.is_set()
 
-    return CancelMonitor()
+    return BuildMonitor()

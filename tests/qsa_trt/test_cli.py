@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from qsa_plugin import contract
 from qsa_plugin.errors import InputError, QsaError, RefusedError
 from qsa_trt import __version__, cli
+from qsa_trt import command as command_module
 from qsa_trt.building import build_engine
 from qsa_trt.exporting import export_onnx
 from qsa_trt.patching import patch_onnx
@@ -28,17 +30,31 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, captured.out, captured.err
 
 
-def test_version_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "--version") == (0, f"qsa-trt, version {__version__}\n", "")
+def test_version_goes_to_stdout_with_the_tensorrt_in_use(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as installed:
+        installed.setattr("qsa_plugin.flavour_name", lambda: "tensorrt")
+        installed.setattr("qsa_plugin.flavour_version", lambda: "10.15.1")
+        assert run(capsys, "--version") == (0, f"qsa-trt {__version__}, tensorrt 10.15.1\n", "")
+    monkeypatch.setenv("QSA_TRT_TENSORRT", "nonsense")
+    expected = f"qsa-trt {__version__}, no usable TensorRT (see qsa-trt doctor)\n"
+    assert run(capsys, "--version") == (0, expected, "")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["patch-onnx", "--help"], ["export", "--help"], ["build-engine", "--help"]]
-)
-def test_help_states_the_exit_codes(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    code, out, _ = run(capsys, *arguments)
+def all_commands(command: click.Command, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    children = command.commands.items() if isinstance(command, click.Group) else []
+    return [path, *(found for name, child in children for found in all_commands(child, (*path, name)))]
+
+
+@pytest.mark.parametrize("path", all_commands(cli.cli), ids=" ".join)
+def test_every_help_states_the_exit_codes_and_how_to_be_quiet(
+    capsys: pytest.CaptureFixture[str], path: tuple[str, ...]
+) -> None:
+    code, out, _ = run(capsys, *path, "--help")
     assert code == 0
     assert "Exit codes: 0 done; 1 refused or failed; 2 wrong input" in out
+    assert "-q, --quiet" in out and "-v, --verbose" in out
 
 
 @pytest.mark.parametrize(
@@ -103,8 +119,44 @@ def test_exit_codes_follow_the_error_tree(
     ("command", "function"), [("patch-onnx", patch_onnx), ("export", export_onnx), ("build-engine", build_engine)]
 )
 def test_every_option_is_a_keyword_of_the_same_name(command: str, function: Callable[..., object]) -> None:
-    options = [parameter.name for parameter in cli.cli.commands[command].params]
-    assert sorted(options) == sorted(inspect.signature(function).parameters)
+    options = {parameter.name for parameter in cli.cli.commands[command].params if parameter.expose_value}
+    assert options == set(inspect.signature(function).parameters) - {"progress"}
+
+
+def test_verbose_prints_the_traces_behind_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> str:
+        raise RefusedError("no") from ZeroDivisionError("the cause")
+
+    monkeypatch.setattr(cli, "contract_tables", fail)
+    assert run(capsys, "contract") == (1, "", "qsa-trt: error: no\n")
+    for arguments in (["contract", "-v"], ["-v", "contract"]):
+        code, out, err = run(capsys, *arguments)
+        assert (code, out) == (1, "") and "ZeroDivisionError: the cause" in err
+        assert err.endswith("qsa-trt: error: no\n")
+
+
+@pytest.mark.parametrize(("before", "after"), [([], []), (["-q"], []), ([], ["--quiet"])])
+def test_quiet_leaves_progress_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, before: list[str], after: list[str]
+) -> None:
+    def speak() -> str:
+        command_module.say("a line of progress")
+        return "the result"
+
+    monkeypatch.setattr(cli, "contract_tables", speak)
+    expected = "" if before or after else "a line of progress\n"
+    assert run(capsys, *before, "contract", *after) == (0, "the result\n", expected)
+
+
+def test_a_shell_completes_commands(tmp_path: Path) -> None:
+    """As the documentation has it, with bash."""
+    environment = os.environ | {"COMP_WORDS": "qsa-trt sel", "COMP_CWORD": "1", "_QSA_TRT_COMPLETE": "bash_complete"}
+    done = subprocess.run(
+        [sys.executable, "-m", "qsa_trt"], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "plain,selftest\n", done.stderr
 
 
 def test_a_bug_keeps_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:

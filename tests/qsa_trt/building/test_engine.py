@@ -91,7 +91,13 @@ def test_two_layers_two_profiles(model_file: Callable[..., Path]) -> None:
     }
     assert [profile["name"] for profile in manifest["profiles"]] == ["prefill", "decode"]
     assert manifest["profiles"][1]["shapes"]["kvcache_start_index"] == {"min": [1], "opt": [2], "max": [2]}
-    assert manifest["flags"] == {"strongly_typed": True, "preview_features": [], "workspace": None}
+    assert manifest["flags"] == {
+        "strongly_typed": True,
+        "preview_features": [],
+        "workspace": None,
+        "version_compatible": False,
+        "hardware_compatible": None,
+    }
     assert manifest["plugin"] == {"name": "QsaAttention", "version": "1", "namespace": ""}
     assert manifest["tensorrt"]["flavour"] == "tensorrt_rtx"
     assert (manifest["surface_dtype"], manifest["targets"]) == ("float16", [])
