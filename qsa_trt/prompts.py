@@ -196,7 +196,8 @@ class Prompts:
         """The same feeds but for the first token of every sequence."""
         changed = {name: value.copy() for name, value in feeds.items()}
         for name in self._tokens.keys() & feeds.keys():
-            changed[name][:, 0] += np.array(1, changed[name].dtype)
+            first = changed[name][:, 0] + np.array(1, changed[name].dtype)
+            changed[name][:, 0] = first % VOCABULARY if changed[name].dtype.kind in "iu" else first
         return changed
 
     def window(

@@ -86,6 +86,31 @@ def test_a_decode_graph_runs_through_its_dense_caches() -> None:
     assert report.notes == ("the graph takes one token a call: nothing is prefilled",)
 
 
+def test_caches_of_other_layers_grow_on_both_sides(tmp_path: Path) -> None:
+    """A mean over all tokens so far, through a cache of its own, stands for a dense layer of a hybrid decode graph."""
+    model = load("qsa2_decode")
+    embedding = next(n.output[0] for n in model.graph.node if n.op_type == "Gather" and "embed" in n.input[0])
+    add_constant(model, "token_axis", np.array([1], np.int64))
+    mean = helper.make_node("ReduceMean", ["present_key_values.9.key", "token_axis"], ["mean_so_far"])
+    whole = helper.make_node("Concat", ["past_key_values.9.key", embedding], ["present_key_values.9.key"], axis=1)
+    insert(model, helper.make_node("Add", [embedding, "mean_so_far"], ["mixed"]), after=embedding)
+    insert(model, mean, after=embedding)
+    insert(model, whole, after=embedding)
+    for n in model.graph.node:
+        if n is not whole and n.output[0] not in ("mixed", "present_key_values.9.key"):
+            n.input[:] = ["mixed" if t == embedding else t for t in n.input]
+    width = numpy_helper.to_array(next(t for t in model.graph.initializer if "embed" in t.name)).shape[1]
+    batch = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    for values, name, length in ((model.graph.input, "past", "p9"), (model.graph.output, "present", "n9")):
+        values.append(
+            helper.make_tensor_value_info(f"{name}_key_values.9.key", TensorProto.FLOAT, [batch, length, width])
+        )
+    path = save(model, tmp_path / "hybrid.onnx")
+    report = validate(path, lengths=(30,), decode_steps=10)
+    assert phases(report) == {"decode": ("logits", 40)}
+    assert report.passed, report.summary()
+
+
 def test_a_static_graph_is_compared_at_its_own_shape() -> None:
     report = validate(model_path("layer-script-static-eager"), config={"indexer_budget": 16})
     assert phases(report) == {"prefill": ("out", 24)}
