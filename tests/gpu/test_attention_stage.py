@@ -22,15 +22,16 @@ from tests.support.node import (
     dtype_of,
     geometry_of,
     listed_blocks,
+    needs_node,
     open_node,
     queries_of,
     selected_blocks,
 )
-from tests.support.requirements import needs_gpu, needs_oracle
+from tests.support.requirements import needs_oracle
 from tests.support.spot_rows import SpotRows
 
 Array = NDArray[Any]
-pytestmark = [*needs_gpu, *needs_oracle, pytest.mark.pitfall(18)]
+pytestmark = [*needs_node, *needs_oracle, pytest.mark.pitfall(18)]
 #: Of PyTorch's error in the same dtype, both against fp64.
 TIMES_PYTORCH = 1.5
 #: Weights of the norms, and the softmax scale: as in a model, and raw dots that pass 65,504 with logits as in a model.

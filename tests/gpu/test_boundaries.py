@@ -21,6 +21,7 @@ from tests.support.node import (
     geometry_of,
     launch,
     listed_blocks,
+    needs_node,
     open_node,
     queries_of,
     result_of,
@@ -28,9 +29,9 @@ from tests.support.node import (
     selected_blocks,
     ulps,
 )
-from tests.support.requirements import needs_gpu, needs_oracle
+from tests.support.requirements import needs_oracle
 
-pytestmark = [*needs_gpu, *needs_oracle, pytest.mark.quick]
+pytestmark = [*needs_node, *needs_oracle, pytest.mark.quick]
 BOTH_MODES = pytest.mark.parametrize("mode", list(Mode), ids=[mode.value for mode in Mode])
 BOTH_SURFACES = pytest.mark.parametrize("name", ["real-fp16", "real-bf16"])
 

@@ -13,15 +13,15 @@ from tests.support.node import (
     call_inputs,
     launch,
     listed_blocks,
+    needs_node,
     open_node,
     prompt,
     selected_blocks,
     token,
     ulps,
 )
-from tests.support.requirements import needs_gpu
 
-pytestmark = needs_gpu
+pytestmark = needs_node
 #: Both round the same fp32 result once, and may sum its terms in another order.
 OUTPUT_ULPS = 1.01
 

@@ -11,10 +11,9 @@ from qsa_plugin.contract import Mode
 from qsa_plugin.errors import ContractError
 from qsa_trt import device
 from qsa_trt.plugin_host import PluginContext
-from tests.support.node import Inputs, call_inputs, open_node, same_bits, same_outputs
-from tests.support.requirements import needs_gpu
+from tests.support.node import Inputs, call_inputs, needs_node, open_node, same_bits, same_outputs
 
-pytestmark = [*needs_gpu, pytest.mark.quick]
+pytestmark = [*needs_node, pytest.mark.quick]
 NAME = "head-64"
 #: Mode, tensor, its forbidden shape, and what the message must say besides the tensor and the shape.
 SHAPES: dict[str, tuple[Mode, str, tuple[int, ...], str]] = {

@@ -22,6 +22,7 @@ from tests.support.node import (
     call_inputs,
     geometry_of,
     launch,
+    needs_node,
     open_node,
     output_of,
     prompt,
@@ -29,9 +30,8 @@ from tests.support.node import (
     same_outputs,
     token,
 )
-from tests.support.requirements import needs_gpu
 
-pytestmark = [*needs_gpu, pytest.mark.quick]
+pytestmark = [*needs_node, pytest.mark.quick]
 BOTH_MODES = pytest.mark.parametrize("mode", list(Mode), ids=[mode.value for mode in Mode])
 NAME = "group-7"
 

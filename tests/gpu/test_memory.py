@@ -13,12 +13,13 @@ from tests.support.node import (
     OUTPUT_ULPS,
     call_inputs,
     deviation,
+    needs_node,
     open_node,
     same_outputs,
 )
-from tests.support.requirements import needs_gpu, needs_oracle
+from tests.support.requirements import needs_oracle
 
-pytestmark = [*needs_gpu, *needs_oracle, pytest.mark.quick]
+pytestmark = [*needs_node, *needs_oracle, pytest.mark.quick]
 BOTH_MODES = pytest.mark.parametrize("mode", list(Mode), ids=[mode.value for mode in Mode])
 #: 512 tokens of budget, seven query heads a KV head, bf16.
 NAME = "group-7"

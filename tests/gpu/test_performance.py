@@ -7,11 +7,10 @@ import pytest
 
 from qsa_plugin.contract import PAGE_SIZE, Mode
 from tests.gpu.conftest import RecordError
-from tests.support.node import Inputs, call_inputs, launch, open_node, same_bits
-from tests.support.requirements import needs_gpu
+from tests.support.node import Inputs, call_inputs, launch, needs_node, open_node, same_bits
 from tests.support.timing import microseconds
 
-pytestmark = needs_gpu
+pytestmark = needs_node
 REAL = "real-fp16"
 
 

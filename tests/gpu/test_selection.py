@@ -14,17 +14,17 @@ from tests.support.node import (
     geometry_of,
     launch,
     listed_blocks,
+    needs_node,
     open_node,
     prompt,
     same_bits,
     selected_blocks,
     token,
 )
-from tests.support.requirements import needs_gpu
 from tests.support.scores import best, distributions, set_scores
 from tests.support.timing import microseconds
 
-pytestmark = needs_gpu
+pytestmark = needs_node
 REAL = "real-fp16"
 
 

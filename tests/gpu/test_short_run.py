@@ -10,10 +10,9 @@ import pytest
 
 from qsa_plugin.contract import Mode
 from qsa_trt import device
-from tests.support.node import call_inputs, open_node, output_of, same_bits
-from tests.support.requirements import needs_gpu
+from tests.support.node import call_inputs, needs_node, open_node, output_of, same_bits
 
-pytestmark = needs_gpu
+pytestmark = needs_node
 
 
 class FreshBuffer(device.Buffer):

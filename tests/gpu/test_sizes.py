@@ -22,16 +22,16 @@ from tests.support.node import (
     geometry_of,
     launch,
     listed_blocks,
+    needs_node,
     open_node,
     same_bits,
     selected_blocks,
     token,
     ulps,
 )
-from tests.support.requirements import needs_gpu
 from tests.support.spot_rows import SpotRows
 
-pytestmark = needs_gpu
+pytestmark = needs_node
 REAL = "real-fp16"
 LARGE = 2**31
 

@@ -17,15 +17,15 @@ from tests.support.node import (
     call_inputs,
     geometry_of,
     launch,
+    needs_node,
     open_node,
     prompt,
     same_bits,
     same_outputs,
     token,
 )
-from tests.support.requirements import needs_gpu
 
-pytestmark = [*needs_gpu, pytest.mark.quick]
+pytestmark = [*needs_node, pytest.mark.quick]
 #: 36 tokens of budget, so that a short prompt passes it.
 NAME = "budget-odd-blocks"
 TOTAL = 170

@@ -26,15 +26,16 @@ from tests.support.node import (
     deviation,
     launch,
     listed_blocks,
+    needs_node,
     open_node,
     prompt,
     token,
 )
-from tests.support.requirements import needs_gpu, needs_oracle
+from tests.support.requirements import needs_oracle
 from tests.support.spot_rows import SpotRows
 
 Array = NDArray[Any]
-pytestmark = [*needs_gpu, *needs_oracle]
+pytestmark = [*needs_node, *needs_oracle]
 #: Of the module's own error in the same dtype, both against the module in fp64.
 TIMES_THE_MODULE = 3.0
 

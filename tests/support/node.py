@@ -20,9 +20,12 @@ from qsa_trt.metrics import BF16_TIE_BAND, FP16_TIE_BAND
 from qsa_trt.plugin_host import SURFACES, NodeOutputs, PluginContext, PluginHost, shapes_of
 from tests.support import decode, prefill
 from tests.support.cases import random_inputs, start_index
+from tests.support.plugin_host import needs_tensorrt
+from tests.support.requirements import needs_gpu
 
 Array = NDArray[Any]
 Inputs = dict[str, Array]
+needs_node = [*needs_gpu, needs_tensorrt]
 BANDS = {"float16": FP16_TIE_BAND, "bfloat16": BF16_TIE_BAND}
 #: fp32 inside on both sides: one rounding of the output may flip, and one of q or k, which moves a softmax a little.
 OUTPUT_ULPS = 2.0
