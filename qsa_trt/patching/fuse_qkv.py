@@ -22,6 +22,7 @@ from .anchors import PROJECTIONS, refuse
 from .external_data import is_external, read_tensor, stored_bytes
 from .graph_index import GraphIndex, Node
 from .names import Names
+from .plan import Plan
 from .rewrite import LayerPlan
 from .verify import PlainCut
 
@@ -102,9 +103,7 @@ class Fusion:
             file.write(columns.value().tobytes())
 
 
-def fuse_qkv(
-    model: onnx.ModelProto, index: GraphIndex, plans: Sequence[LayerPlan], names: Names, fusion: Fusion
-) -> None:
+def fuse_qkv(model: onnx.ModelProto, index: GraphIndex, plan: Plan, names: Names, fusion: Fusion) -> None:
     """Fuse the projections of every layer, in place, after `rewrite.apply` and before `prune`.
 
     Layers that share all of their weights share the fused one. Weights in external data are not read here: what is
@@ -113,7 +112,7 @@ def fuse_qkv(
     Args:
         model: the edited model.
         index: the index of the model before it was edited.
-        plans: the layers.
+        plan: the layers, and the outputs that `prune` will take away.
         names: names that are taken.
         fusion: an empty one, which learns what is done.
 
@@ -121,20 +120,21 @@ def fuse_qkv(
         RefusedError: a projection that is no plain MatMul, has a bias that others lack, or is read elsewhere.
     """
     fused: dict[tuple[str, ...], tuple[str, str | None]] = {}
-    found = [_linears(index, plan) for plan in plans]
-    for plan, linears in zip(plans, found, strict=True):
+    found = [_linears(index, layer) for layer in plan.layers]
+    for layer, linears in zip(plan.layers, found, strict=True):
         key = tuple(t.name for linear in linears for t in (linear.weight, linear.bias) if t is not None)
         if key not in fused:
-            fused[key] = _add_weights(model, fusion, index, plan, linears, names)
-        _rewire(model, plan, linears, *fused[key], names)
-        fusion.widths.append(sum(_widths(plan)))
+            fused[key] = _add_weights(model, fusion, index, layer, linears, names)
+        _rewire(model, layer, linears, *fused[key], names)
+        fusion.widths.append(sum(_widths(layer)))
     after = GraphIndex(model)
-    live = {output for node in after.live for output in node.outputs}
-    for plan, linears in zip(plans, found, strict=True):
+    nodes = after.ancestors(set(after.outputs) - set(plan.cache_outputs))
+    live = {output for node in nodes for output in node.outputs}
+    for layer, linears in zip(plan.layers, found, strict=True):
         for name, linear in zip(PROJECTIONS, linears, strict=True):
             if linear.product.output in live:
-                refuse(plan.cut.layer, linear.product, f"{name} is read by more than the attention: not fused")
-    read = {tensor for node in after.live for tensor in node.reads}
+                refuse(layer.cut.layer, linear.product, f"{name} is read by more than the attention: not fused")
+    read = {tensor for node in nodes for tensor in node.reads}
     shared = {t.name for key in found for linear in key for t in (linear.weight, linear.bias) if t and t.name in read}
     if shared:
         fusion.notes.append(f"other nodes read {', '.join(sorted(shared))} too: the fused weights are copies of them")

@@ -161,7 +161,7 @@ def edit_model(source: ModelFile, form: PlainForm, target: Path, config: Config,
     rewrite.apply(edited, additions)
     fusion = fuse.Fusion(target.name + FUSED_SUFFIX)
     if options.fuse_qkv:
-        fuse.fuse_qkv(edited, index, plans, additions.names, fusion)
+        fuse.fuse_qkv(edited, index, plan, additions.names, fusion)
     removed = prune(edited, index, plan.cache_outputs, additions.names)
     restore(edited, form.rewritten)
     strip_stack_traces(edited)

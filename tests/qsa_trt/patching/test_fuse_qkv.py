@@ -98,7 +98,15 @@ def test_the_columns_are_those_of_the_projections(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["qsa_lm", "real_layer_fp16", "layer-dynamo-18-eager", "layer-dynamo-23-sdpa", "layer-script-18-eager", "qsa2_raw"],
+    [
+        "qsa_lm",
+        "real_layer_fp16",
+        "layer-dynamo-18-eager",
+        "layer-dynamo-23-sdpa",
+        "layer-script-18-eager",
+        "qsa2_raw",
+        "qsa2_decode",
+    ],
 )
 def test_results_are_equal(name: str, tmp_path: Path) -> None:
     patched = patch_onnx(model_path(name), tmp_path / "f.onnx", fuse_qkv=True).output
@@ -217,6 +225,11 @@ class TestRefusals:
     def test_operators_of_onnxruntime(self, tmp_path: Path) -> None:
         self.refused(as_sparse_ops(), tmp_path, "only projections of layers in plain operators are fused")
 
+    def test_siblings_that_are_packed_already(self, tmp_path: Path) -> None:
+        self.refused(
+            load("qsa2_prefill-cpu"), tmp_path, "q_proj is no MatMul with a plain weight of its own: not fused"
+        )
+
     def test_another_source(self, tmp_path: Path) -> None:
         model = load()
         product = node(model, first_layer().projections["k_proj"])
@@ -242,9 +255,7 @@ class TestExternalData:
         report = patch_onnx(source, output, fuse_qkv=True, external_data=how, verify=verify)
         data = output.with_name("f.onnx.qkv.data")
         assert data.stat().st_size == 2 * 32 * WIDTH * 4
-        assert f"fused weights are in {data.name}; what they were made of stays where it was" in (
-            report.warnings
-        )
+        assert f"fused weights are in {data.name}; what they were made of stays where it was" in (report.warnings)
         assert data.name in load_model(output).external
         assert validate(output, original=source, **SMALL).passed
         assert not list(output.parent.glob(".*"))
