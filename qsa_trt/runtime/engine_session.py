@@ -142,10 +142,10 @@ class EngineSession(Session):
         table = None if self._rope is None else check_rope(rope, self._rope, self.layout.max_kv_len)
         for context in self._contexts.values():
             for name, buffer in self._inputs.items():
-                context.set_tensor_address(name, buffer.address)
+                self._bind(context, name, buffer)
             for layer in self.layout.layers:
                 for tensor in (layer.past, layer.present):
-                    context.set_tensor_address(tensor, self.pools[layer.past].address)
+                    self._bind(context, tensor, self.pools[layer.past])
                 self._set_shape(context, layer.past, layer.shape(self.layout.num_pages))
             if self._rope is not None and table is not None:
                 self._set_shape(context, self._rope, table.shape)
@@ -177,7 +177,11 @@ class EngineSession(Session):
 
     def _place_results(self, context: Any) -> dict[str, tuple[int, ...]]:
         """Shapes of the outputs; a buffer that is too small is replaced, which graphs do not survive."""
-        if unknown := context.infer_shapes():
+        try:
+            unknown = context.infer_shapes()
+        except RuntimeError as error:
+            raise failure("the input shapes do not fit each other", logger(self._trt)) from error
+        if unknown:
             raise FailedError(f"TensorRT still needs the shapes of {', '.join(unknown)}")
         shapes = {name: tuple(context.get_tensor_shape(name)) for name in self._results}
         for name, shape in shapes.items():
@@ -185,8 +189,12 @@ class EngineSession(Session):
             if name not in self._outputs or self._outputs[name].nbytes < nbytes:
                 self._outputs[name] = device.Buffer(nbytes)
                 self._graphs.clear()
-            context.set_tensor_address(name, self._outputs[name].address)
+            self._bind(context, name, self._outputs[name])
         return shapes
+
+    def _bind(self, context: Any, name: str, buffer: device.Buffer) -> None:
+        if not context.set_tensor_address(name, buffer.address):
+            raise failure(f"the engine takes no address for {name}", logger(self._trt))
 
     def _execute(self, context: Any, graph: int | None) -> None:
         """One call on the stream; `graph` names the batch whose graph may be replayed in its place."""

@@ -7,6 +7,7 @@ behind the plugin's; both read and write pools of device memory that lies on the
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,10 @@ from qsa_trt.recording import PatchedSession
 from qsa_trt.reference import qsa_attention
 from qsa_trt.runtime import EngineSession, LayerSession, OnnxSession, PoolLayout, Session, engine_session
 from tests.support.fake_cuda import FakeDriver, read, write
-from tests.support.fake_engine import FakeTensorRT, write_fake_engine
+from tests.support.fake_engine import FakeContext, FakeEngine, FakeTensorRT, write_fake_engine
 from tests.support.originals import MODELS, Original
 from tests.support.plugin_host import needs_tensorrt
-from tests.support.requirements import needs_onnxruntime
+from tests.support.requirements import has, needs_onnxruntime
 
 pytestmark = needs_onnxruntime
 LENGTHS = (130, 7)
@@ -169,6 +170,50 @@ def test_an_engine_that_cannot_be_loaded(engine: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(FakeTensorRT, "Runtime", lambda self, log: FakeRuntime())
     with pytest.raises(FailedError, match=r"lm\.engine cannot be deserialized: TensorRT gave no reason"):
         EngineSession(engine, rope=rope())
+
+
+@pytest.mark.rtx
+@pytest.mark.skipif(not has("tensorrt_rtx"), reason="tensorrt_rtx is not installed")
+@pytest.mark.parametrize(
+    ("owner", "method", "signature"),
+    [
+        ("IExecutionContext", "set_tensor_address", r"name: str, memory: .*\) -> bool"),
+        ("IExecutionContext", "set_input_shape", r"name: str, shape: tuple\) -> bool"),
+        ("IExecutionContext", "set_optimization_profile_async", r"profile_index: .*, stream_handle: .*\) -> bool"),
+        ("IExecutionContext", "infer_shapes", r"\) -> list\[str\]"),
+        ("IExecutionContext", "get_tensor_shape", r"name: str\) -> .*Dims"),
+        ("IExecutionContext", "execute_async_v3", r"stream_handle: .*\) -> bool"),
+        ("ICudaEngine", "get_tensor_profile_shape", r"name: str, profile_index: .*\) -> list\[.*Dims\]"),
+        ("ICudaEngine", "get_tensor_name", r"index: .*\) -> str"),
+        ("ICudaEngine", "get_tensor_mode", r"name: str\) -> .*TensorIOMode"),
+        ("ICudaEngine", "get_tensor_dtype", r"name: str\) -> .*DataType"),
+        ("ICudaEngine", "create_execution_context", r"\) -> .*IExecutionContext"),
+        ("Runtime", "deserialize_cuda_engine", r"serialized_engine: .*Buffer\) -> .*ICudaEngine"),
+    ],
+)
+def test_tensorrt_has_the_calls_that_the_stand_in_has(owner: str, method: str, signature: str) -> None:
+    """Without a GPU an engine cannot be loaded; the bindings at least say what they take."""
+    import tensorrt_rtx
+
+    assert re.search(signature, getattr(getattr(tensorrt_rtx, owner), method).__doc__)
+    assert hasattr({"IExecutionContext": FakeContext, "ICudaEngine": FakeEngine}.get(owner, FakeRuntime), method)
+
+
+@pytest.mark.parametrize(
+    ("method", "result", "message"),
+    [
+        ("set_tensor_address", False, "the engine takes no address for input_ids"),
+        ("set_optimization_profile_async", False, "no execution context for profile prefill"),
+        ("execute_async_v3", False, "the engine failed: TensorRT gave no reason"),
+        ("infer_shapes", ["input_ids"], "TensorRT still needs the shapes of input_ids"),
+    ],
+)
+def test_what_tensorrt_refuses_is_an_error(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, method: str, result: object, message: str
+) -> None:
+    monkeypatch.setattr(FakeContext, method, lambda *_: result)
+    with pytest.raises(FailedError, match=message):
+        generate(EngineSession(engine, rope=rope()), 1)
 
 
 class FakeRuntime:
