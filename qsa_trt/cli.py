@@ -215,8 +215,11 @@ def build_engine_command(model: str, output: str | None, workspace: str | None, 
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
 @click.option("--cuda-graph", is_flag=True, help="Of an engine: decode by replaying a CUDA graph.")
 @click.option("--gpu", is_flag=True, help="Compare the plugin on this machine's GPU, layer by layer, with onnxruntime.")
+@click.option("--print-polygraphy", is_flag=True, help="Print the polygraphy commands to the same end; run nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON, and nothing else.")
-def validate_command(model: str, gpu: bool, cuda_graph: bool, as_json: bool, **options: Any) -> int:
+def validate_command(
+    model: str, gpu: bool, cuda_graph: bool, print_polygraphy: bool, as_json: bool, **options: Any
+) -> int:
     """Compare MODEL's attention before and after patching, in onnxruntime and in fp32.
 
     MODEL is an unpatched ONNX file, which is patched into a temporary folder, or a patched one with --original. With
@@ -227,8 +230,14 @@ def validate_command(model: str, gpu: bool, cuda_graph: bool, as_json: bool, **o
     from .engine_validation import validate_engine
     from .inspecting.engine_file import is_engine
     from .layer_validation import validate_layers
+    from .polygraphy_command import polygraphy_command
 
     engine = is_engine(Path(model))
+    if print_polygraphy:
+        if engine:
+            raise click.UsageError("--print-polygraphy: give the ONNX file; polygraphy builds an engine of its own")
+        click.echo(polygraphy_command(model))
+        return 0
     if cuda_graph and not engine:
         raise click.UsageError("--cuda-graph: MODEL is no engine")
     if engine and (gpu or options["config"]):
