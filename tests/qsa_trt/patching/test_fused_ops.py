@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,14 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from qsa_plugin.errors import RefusedError
 from qsa_trt.patching.fused_ops import restore, to_plain
 from qsa_trt.patching.graph_index import GraphIndex
 from qsa_trt.recording import open_session
+from tests.support.compare import BOUND, errors, patch
+from tests.support.forms import drop_dead
+from tests.support.graphs import add_constant, load, node, strip_names
+from tests.support.mutations import THROUGH
 
 A, B = [2, 3, 4, 5], [2, 3, 6, 5]
 
@@ -120,3 +126,105 @@ def test_taken_names_are_avoided() -> None:
     other.graph.input[1].name = "y/transBposed"
     to_plain(other, GraphIndex(other))
     assert [list(n.output) for n in other.graph.node] == [["y/transBposed_1"], ["y"]]
+
+
+def multi_head(model: onnx.ModelProto, **attributes: Any) -> None:
+    """Layer 0 of `qsa_lm` with one MultiHeadAttention from roped queries and repeated keys and values on."""
+    flat = add_constant(model, "mha_flat", np.array([0, 0, 512]))
+    mask = next(t for t in node(model, THROUGH["masked_logits"]).input if t != THROUGH["logits"])
+    nodes, operands = [], []
+    for tensor in (THROUGH["q_roped"], THROUGH["k_repeated"], THROUGH["v_repeated"]):
+        nodes.append(helper.make_node("Transpose", [tensor], [f"{tensor}_t"], perm=[0, 2, 1, 3]))
+        nodes.append(helper.make_node("Reshape", [f"{tensor}_t", flat], [f"{tensor}_flat"]))
+        operands.append(f"{tensor}_flat")
+    attention = THROUGH["attention"]
+    nodes.append(
+        helper.make_node(
+            "MultiHeadAttention", [*operands, "", "", mask], [attention], name="mha", domain="com.microsoft",
+            **{"num_heads": 8, **attributes},
+        )
+    )  # fmt: skip
+    position = next(i for i, n in enumerate(model.graph.node) if attention in n.output)
+    del model.graph.node[position]
+    for i, new in enumerate(nodes):
+        model.graph.node.insert(position + i, new)
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    drop_dead(model)
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["scopes", "structure"])
+def test_multi_head_attention(bare: bool, tmp_path: Path) -> None:
+    lm = load()
+    multi_head(lm)
+    if bare:
+        strip_names(lm)
+    assert max(errors(lm, tmp_path)) <= BOUND
+
+
+def test_scale_of_multi_head_attention(tmp_path: Path) -> None:
+    lm = load()
+    multi_head(lm, scale=0.25)
+    assert [layer.geometry.scale for layer in patch(lm, tmp_path).layers] == [0.25, 0.125]
+
+
+def test_multi_head_attention_elsewhere_keeps_its_form() -> None:
+    lm = load()
+    multi_head(lm)
+    before = [n.SerializeToString(deterministic=True) for n in lm.graph.node]
+    rewritten = to_plain(lm, GraphIndex(lm))
+    assert len(rewritten) == 1 and not any(n.op_type == "MultiHeadAttention" for n in lm.graph.node)
+    restore(lm, rewritten)
+    assert [n.SerializeToString(deterministic=True) for n in lm.graph.node] == before
+
+
+@pytest.mark.parametrize("position", [3, 4, 6])
+def test_multi_head_attention_with_other_inputs_is_refused(position: int, tmp_path: Path) -> None:
+    """A packed bias, a mask of keys, a cache."""
+    lm = load()
+    multi_head(lm)
+    changed = node(lm, THROUGH["attention"])
+    changed.input.extend([""] * (position + 1 - len(changed.input)))
+    changed.input[position] = "mha_flat"
+    with pytest.raises(RefusedError, match="0 Softmax or Attention nodes lie in the cut; one was expected"):
+        patch(lm, tmp_path)
+
+
+def grouped(**attributes: Any) -> onnx.ModelProto:
+    """GroupQueryAttention of one token over a cache: 4 query heads, 2 KV heads of 8."""
+    info = helper.make_tensor_value_info
+    cache = ["b", 2, "past", 8]
+    inputs = [
+        info("q", TensorProto.FLOAT, ["b", 1, 32]), info("k", TensorProto.FLOAT, ["b", 1, 16]),
+        info("v", TensorProto.FLOAT, ["b", 1, 16]), info("past_k", TensorProto.FLOAT, cache),
+        info("past_v", TensorProto.FLOAT, cache), info("seqlens", TensorProto.INT32, ["b"]),
+        info("total", TensorProto.INT32, []), info("bias", TensorProto.FLOAT, ["b", 1, 1, "total"]),
+    ]  # fmt: skip
+    attention = helper.make_node(
+        "GroupQueryAttention", ["q", "k", "v", "past_k", "past_v", "seqlens", "total", "", "", "", "bias"],
+        ["y", "present_k", "present_v"], name="gqa", domain="com.microsoft",
+        **{"num_heads": 4, "kv_num_heads": 2, **attributes},
+    )  # fmt: skip
+    outputs = [info(name, TensorProto.FLOAT, None) for name in attention.output]
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(helper.make_graph([attention], "g", inputs, outputs), opset_imports=opsets, ir_version=10)
+
+
+def test_group_query_attention_is_equal_in_plain_form() -> None:
+    fused, plain = grouped(), grouped()
+    assert len(to_plain(plain, GraphIndex(plain))) == 1
+    rng = np.random.default_rng(2)
+    shapes = {"q": (2, 1, 32), "k": (2, 1, 16), "v": (2, 1, 16), "past_k": (2, 2, 5, 8), "past_v": (2, 2, 5, 8)}
+    feeds: dict[str, Any] = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    feeds["bias"] = np.where(rng.random((2, 1, 1, 6)) < 0.3, np.float32(-1e9), np.float32(0))
+    lengths = {"seqlens": np.full(2, 5, np.int32), "total": np.array(6, np.int32)}
+    expected = open_session(fused).run(None, feeds | lengths)
+    names = {v.name for v in open_session(plain).get_inputs()}
+    actual = open_session(plain).run(None, {n: v for n, v in (feeds | lengths).items() if n in names})
+    for a, b in zip(actual, expected, strict=True):
+        assert np.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("attributes", [{"do_rotary": 1}, {"local_window_size": 4}, {"softcap": 2.0}])
+def test_group_query_attention_that_does_more_stays(attributes: dict[str, Any]) -> None:
+    other = grouped(**attributes)
+    assert to_plain(other, GraphIndex(other)) == []
