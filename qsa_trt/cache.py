@@ -119,14 +119,14 @@ def warm_cache(
         raise InputError("MODEL", model, "no geometry and no surface beside it", "leave out one of the two")
     nodes = _geometry(geometry, surface, rotary) if model is None else _nodes(Path(model), rotary)
     specialisations = tuple(dict.fromkeys(Specialisation.of(*node, target) for node in nodes for target in arches))
-    jobs = list({job.path: job for spec in specialisations for job in kernels_of(spec)}.values())
+    jobs = list(dict.fromkeys(job for spec in specialisations for job in kernels_of(spec)))
     _check_folder(cache_folder())
     missing = [job for job in jobs if not job.path.is_file()]
     progress = progress or Progress()
     progress.total = len(missing)
     for job in missing:
         progress.text = f"{job.name} {job.specialisation.arch}"
-        jit.compile_kernel(job.name, job.specialisation, job.tuning)
+        jit.compile_kernel(job.name, job.specialisation, dict(job.tuning))
         progress.done += 1
     return WarmReport(cache_folder(), specialisations, len(missing), len(jobs) - len(missing))
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -61,16 +61,21 @@ class Cubin:
 
 @dataclass(frozen=True)
 class Job:
-    """One kernel file to be compiled: its name without suffix, and what for."""
+    """One kernel file to be compiled: its name without suffix, what for, and further defines in alphabetical order."""
 
     name: str
     specialisation: Specialisation
-    tuning: Mapping[str, int] = field(default_factory=dict)
+    tuning: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, name: str, specialisation: Specialisation, tuning: Mapping[str, int] | None) -> Job:
+        """Arguments as of `compile_kernel`."""
+        return cls(name, specialisation, tuple(sorted((tuning or {}).items())))
 
     @property
     def source(self) -> str:
         """The generated translation unit."""
-        return unit_source(self.name, {**self.specialisation.defines(), **self.tuning})
+        return unit_source(self.name, {**self.specialisation.defines(), **dict(self.tuning)})
 
     @property
     def path(self) -> Path:
@@ -146,7 +151,7 @@ def compile_kernel(name: str, specialisation: Specialisation, tuning: Mapping[st
         FailedError: the compiler refused; the message holds its first error, the cause its whole log.
         MissingPackageError: the CUDA headers are not installed.
     """
-    job = Job(name, specialisation, tuning or {})
+    job = Job.of(name, specialisation, tuning)
     code_path = job.path
     log_path = code_path.with_suffix(".log")
     try:
@@ -208,7 +213,7 @@ def _write_atomically(path: Path, data: bytes) -> None:
         return
 
 
-_loaded: dict[tuple[str, Specialisation, tuple[tuple[str, int], ...]], Any] = {}
+_loaded: dict[Job, Any] = {}
 _loading = threading.Lock()
 
 
@@ -216,7 +221,7 @@ def load(name: str, specialisation: Specialisation, tuning: Mapping[str, int] | 
     """The loaded `cuda.core.ObjectCode` of one kernel file; compiled and loaded once a process. Not for enqueue."""
     from cuda.core import ObjectCode
 
-    key = (name, specialisation, tuple(sorted((tuning or {}).items())))
+    key = Job.of(name, specialisation, tuning)
     with _loading:
         if key not in _loaded:
             cubin = compile_kernel(name, specialisation, tuning)
@@ -255,7 +260,7 @@ def kernels(
     """The loaded `cuda.core.Kernel` objects of `entries`, in that order."""
     noted = _noted.get()
     if noted is not None:
-        job = Job(name, specialisation, dict(tuning or {}))
+        job = Job.of(name, specialisation, tuning)
         if job not in noted:
             noted.append(job)
         return [NOTED] * len(entries)

@@ -8,13 +8,14 @@ from .prefill_runner import QsaSparsePrefillRunner
 from .specialisation import Specialisation
 
 
-def kernels_of(specialisation: Specialisation) -> list[jit.Job]:
+def kernels_of(specialisation: Specialisation, *, portable: bool = False) -> list[jit.Job]:
     """What the runners of both modes load, found by letting them load; needs no GPU.
 
     Args:
         specialisation: the node's, on the target.
+        portable: what portable runners load.
     """
     with jit.noting() as jobs:
-        QsaSparseDecodeRunner(specialisation, specialisation.geometry).preflight()
-        QsaSparsePrefillRunner(specialisation, specialisation.geometry).preflight()
+        QsaSparseDecodeRunner(specialisation, specialisation.geometry, portable=portable).preflight()
+        QsaSparsePrefillRunner(specialisation, specialisation.geometry, portable).preflight()
     return jobs

@@ -56,6 +56,10 @@ class EngineSession(Session):
         cuda_graphs: capture decode once a batch size and replay it.
         flavour: the TensorRT package; None resolves it.
 
+    Attributes:
+        own_inputs: what callers feed, and its types.
+        pools: every layer's pool by the name of its input.
+
     Raises:
         InputError: the files do not fit each other or this machine, pools are copied (`pool_io` 2), or the rope table
             is missing.
@@ -119,8 +123,8 @@ class EngineSession(Session):
         inputs = [name for name in tensors if engine.get_tensor_mode(name) == self._trt.TensorIOMode.INPUT]
         self._results = [name for name in tensors if name not in {*inputs, *pools}]
         self._rope = rope["tensor"] if rope["source"] == "input" else None
-        self._own = tuple(name for name in inputs if name not in {*pools, *_STEP, self._rope})
         self._dtypes = {name: _DTYPES[engine.get_tensor_dtype(name).name] for name in tensors}
+        self.own_inputs = {name: self._dtypes[name] for name in inputs if name not in {*pools, *_STEP, self._rope}}
         self._inputs = {
             name: device.Buffer(self._largest(name) * self._dtypes[name].itemsize)
             for name in inputs
@@ -158,12 +162,10 @@ class EngineSession(Session):
 
     def _run(self, feeds: Mapping[str, Array], step: Mapping[str, Array]) -> dict[str, Array]:
         batch = step["context_lengths"].size
-        check_feeds(feeds, self._own, batch)
+        check_feeds(feeds, self.own_inputs, batch)
         decodes = step["kvcache_start_index"].size > 0
         context = self._contexts.get("decode" if decodes else "prefill") or self._contexts["all"]
         for name, array in {**feeds, **step}.items():
-            if array.dtype != self._dtypes[name]:
-                raise InputError(f"input {name}", array.dtype, str(self._dtypes[name]), "convert it")
             self._set_shape(context, name, array.shape)
             upload(self._inputs[name], array, self._stream)
         shapes = self._place_results(context)

@@ -15,11 +15,11 @@ from .. import device
 from ..plugin_host import PluginHost
 from .layout import single_layer
 from .pages import PageCopy
-from .session import Array, Session, check_feeds
+from .session import Array, Session, check_feeds, check_rope
 from .transfers import copy_pages
 
-GAMMAS = tuple(tensor.name for tensor in INPUTS if tensor.name.endswith("gamma"))
-ACTIVATIONS = ("qkv", "index_qk")
+_GAMMAS = tuple(tensor.name for tensor in INPUTS if tensor.name.endswith("gamma"))
+_ACTIVATIONS = ("qkv", "index_qk")
 
 
 class LayerSession(Session):
@@ -37,7 +37,7 @@ class LayerSession(Session):
         rng: shuffles the page ids; None hands them out in order.
 
     Raises:
-        InputError: no GPU is here, or a norm weight is missing.
+        InputError: no GPU is here, or a norm weight or the rope table is missing, of another type or too short.
         MissingPackageError: TensorRT is not installed; any flavour will do.
         ContractError, RefusedError: the plugin refuses the layer or its sizes.
     """
@@ -57,10 +57,14 @@ class LayerSession(Session):
     ) -> None:
         geometry = replace(geometry, pool_io=int(PoolIO.IN_PLACE))
         super().__init__(single_layer(geometry, surface, num_pages, max_kv_len), rng)
-        if set(gammas) != set(GAMMAS):
-            raise InputError("gammas", ", ".join(gammas) or "nothing", ", ".join(GAMMAS), "give all four norm weights")
+        if set(gammas) != set(_GAMMAS):
+            raise InputError("gammas", ", ".join(gammas) or "nothing", ", ".join(_GAMMAS), "give all four norm weights")
+        for name, gamma in gammas.items():
+            if gamma.dtype != self.layout.dtype:
+                raise InputError(name, gamma.dtype, str(self.layout.dtype), "convert it")
         if device.compute_capability() is None:
             raise InputError("GPU", "none", "an NVIDIA GPU with its driver", "run this on a machine that has one")
+        rope = check_rope(rope, "rope_rotary_cos_sin", max_kv_len)
         self._constants: dict[str, Array] = {**gammas, "rope_rotary_cos_sin": rope}
         sizes = {"B": max_batch, "S": max_seq_len, "N": num_pages, "M": self.pages.pages_per_seq, "start": max_batch}
         largest = {
@@ -81,10 +85,7 @@ class LayerSession(Session):
         copy_pages(context.buffers["past_key_value"], self.layout.num_pages, copies, context.stream)
 
     def _run(self, feeds: Mapping[str, Array], step: Mapping[str, Array]) -> dict[str, Array]:
-        check_feeds(feeds, ACTIVATIONS, step["context_lengths"].size)
-        for name, array in feeds.items():
-            if array.dtype != self.layout.dtype:
-                raise InputError(f"input {name}", array.dtype, f"{self.layout.dtype}", "convert it")
+        check_feeds(feeds, dict.fromkeys(_ACTIVATIONS, self.layout.dtype), step["context_lengths"].size)
         context = self._context
         context.bind({**feeds, **step, **self._constants})
         self._constants = {}  # they stay on the device

@@ -12,10 +12,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
 from qsa_plugin.contract import PAGE_SIZE, Geometry
 from qsa_plugin.errors import InputError
 
+from ..paging import empty_pool
 from .pages import PagePool
 
 
@@ -122,9 +124,9 @@ def single_layer(geometry: Geometry, surface: str, num_pages: int, max_kv_len: i
     return PoolLayout((layer,), surface_dtype(surface), num_pages, max_kv_len)
 
 
-def pools_in_memory(layout: PoolLayout, fill: float = 0.0) -> dict[str, np.ndarray[Any, Any]]:
+def pools_in_memory(layout: PoolLayout, fill: float = 0.0) -> dict[str, NDArray[Any]]:
     """NumPy pools that hold `fill` everywhere, by the name of the input they are bound to."""
-    return {layer.past: np.full(layer.shape(layout.num_pages), fill, layout.dtype) for layer in layout.layers}
+    return {layer.past: empty_pool(layer.geometry, layout.num_pages, layout.dtype, fill) for layer in layout.layers}
 
 
 def names(layers: Sequence[LayerPool]) -> set[str]:

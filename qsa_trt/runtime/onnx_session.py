@@ -40,6 +40,7 @@ class OnnxSession(Session):
 
     Attributes:
         nodes: the QsaAttention nodes.
+        own_inputs: what callers feed, and its types.
         pools: every layer's pool by the name of its input.
 
     Raises:
@@ -74,7 +75,11 @@ class OnnxSession(Session):
         self.pools = pools_in_memory(self.layout, fill)
         fed = {*self._step_names.values(), *self._rope, *names(self.layout.layers)}
         initial = {tensor.name for tensor in proto.graph.initializer}
-        self.own_inputs = tuple(v.name for v in proto.graph.input if v.name not in fed | initial)
+        self.own_inputs = {
+            v.name: np.dtype(helper.tensor_dtype_to_np_dtype(v.type.tensor_type.elem_type))
+            for v in proto.graph.input
+            if v.name not in fed | initial
+        }
         self._session = open_session(_exposing(proto, expose), folder, threads)
 
     def reset(self) -> None:

@@ -116,15 +116,22 @@ class Session(ABC):
         """One call; `step` holds lengths, start index and page table by the contract's names."""
 
 
-def check_feeds(feeds: Mapping[str, Array], wanted: Sequence[str], batch: int) -> None:
-    """Every input of the model is fed, nothing else is, and all have one batch.
+def check_feeds(feeds: Mapping[str, Array], wanted: Mapping[str, np.dtype[Any]], batch: int) -> None:
+    """Every input of the model is fed, nothing else is, and all have the right type and one batch.
+
+    Args:
+        feeds: arrays by input name.
+        wanted: the model's own inputs and their types.
+        batch: rows of every array.
 
     Raises:
-        InputError: what is missing, too much, or of another batch.
+        InputError: what is missing, too much, or of another type or batch.
     """
     if set(feeds) != set(wanted):
         raise InputError("feeds", ", ".join(feeds) or "nothing", ", ".join(wanted), "feed exactly these inputs")
     for name, array in feeds.items():
+        if array.dtype != wanted[name]:
+            raise InputError(f"input {name}", array.dtype, str(wanted[name]), "convert it")
         if array.ndim == 0 or array.shape[0] != batch:
             raise InputError(f"input {name}", f"shape {list(array.shape)}", f"a batch of {batch}", "one row a sequence")
 
@@ -137,6 +144,8 @@ def check_rope(rope: NDArray[np.float32] | None, name: str, max_kv_len: int) -> 
     """
     if rope is None:
         raise InputError("rope table", "nothing", f"fp32 [1, maxPos, rotary] for input {name}", "pass rope=")
+    if rope.dtype != np.float32:
+        raise InputError("rope table", rope.dtype, "float32", "convert it")
     if rope.shape[1] < max_kv_len:
         raise InputError(
             "rope table", f"{rope.shape[1]} positions", f"at least max_kv_len {max_kv_len}", "make a longer one"

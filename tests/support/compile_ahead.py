@@ -9,16 +9,12 @@ import concurrent.futures
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-from unittest import mock
+from collections.abc import Iterable
 
-from qsa_plugin import jit, prefill_launchers
-from qsa_plugin.decode_plan import decode_tunings
-from qsa_plugin.prefill_launchers import PrefillLaunchers
+from qsa_plugin import jit
+from qsa_plugin.jit import Job
 from qsa_plugin.specialisation import Specialisation
-
-Job = tuple[str, Specialisation, tuple[tuple[str, int], ...]]
+from qsa_plugin.warm import kernels_of
 
 
 def compile_ahead(specialisations: Iterable[Specialisation], portable: bool) -> None:
@@ -30,27 +26,10 @@ def compile_ahead(specialisations: Iterable[Specialisation], portable: bool) -> 
 
 
 def jobs_of(spec: Specialisation, portable: bool) -> list[Job]:
-    """Every (kernel file, specialisation, defines) that the runners load."""
-    jobs: list[Job] = []
-
-    def note(name: str, spec: Specialisation, entries: Sequence[str], tuning: Mapping[str, int] | None = None) -> Any:
-        jobs.append((name, spec, tuple(sorted((tuning or {}).items()))))
-        return [None] * len(entries)
-
-    for capability in [spec.compute_capability] + [(8, 0)] * portable:
-        for name, tuning in decode_tunings(spec, capability):
-            note(name, spec, [name], tuning)
-    with (
-        mock.patch.object(jit, "kernels", note),
-        mock.patch.object(prefill_launchers, "Launch", mock.Mock()),
-        mock.patch.object(prefill_launchers, "_sm_count", lambda: 132),
-    ):
-        for variant in {False, portable}:
-            PrefillLaunchers(spec, spec.geometry, variant)
-    return jobs
+    """Everything that the runners load, on this target and, if `portable`, portably too."""
+    return [job for variant in (False, True)[: 1 + portable] for job in kernels_of(spec, portable=variant)]
 
 
 def _compile(job: Job) -> None:
-    name, spec, tuning = job
     with contextlib.suppress(Exception):
-        jit.compile_kernel(name, spec, dict(tuning))
+        jit.compile_kernel(job.name, job.specialisation, dict(job.tuning))

@@ -159,7 +159,7 @@ def test_what_an_engine_refuses(engine: Path) -> None:
         EngineSession(engine)
     session = EngineSession(engine, rope=rope())
     sequence = session.pages.allocate()
-    with pytest.raises(InputError, match=r"input input_ids: got int32; expected int64"):
+    with pytest.raises(InputError, match=r"input input_ids: got int32; expected int64; convert it"):
         session.prefill([sequence], {"input_ids": np.zeros((1, 5), np.int32)}, [5])
     with pytest.raises(InputError, match=r"input input_ids: got shape .1, 201.; expected one of the engine"):
         session.prefill([sequence], {"input_ids": np.zeros((1, 201), np.int64)}, [5])
@@ -323,3 +323,19 @@ def test_without_a_gpu_a_layer_says_so(language_model: Path, monkeypatch: pytest
     call = recorded.prefill(prompts(), LENGTHS).calls[0]
     with pytest.raises(InputError, match="GPU: got none; expected an NVIDIA GPU"):
         layer_session(call)
+
+
+def test_what_a_layer_refuses(language_model: Path, cuda: FakeDriver) -> None:
+    recorded = PatchedSession(language_model, batch=2, max_kv_len=300, rope=rope(), record=True)
+    call = recorded.prefill(prompts(), LENGTHS).calls[0]
+    gammas = {name: array for name, array in call.inputs.items() if name.endswith("gamma")}
+    sizes: dict[str, int] = {"num_pages": 9, "max_kv_len": 300, "max_batch": 2, "max_seq_len": 130}
+    geometry = call.node.geometry
+    with pytest.raises(InputError, match="gammas: got nothing; expected q_norm_gamma, k_norm_gamma"):
+        LayerSession(geometry, "float16", {}, rope(), **sizes)
+    with pytest.raises(InputError, match="q_norm_gamma: got float16; expected bfloat16"):
+        LayerSession(geometry, "bfloat16", gammas, rope(), **sizes)
+    with pytest.raises(InputError, match="rope table: got 200 positions"):
+        LayerSession(geometry, "float16", gammas, rope(200), **sizes)
+    with pytest.raises(InputError, match="rope table: got float64; expected float32"):
+        LayerSession(geometry, "float16", gammas, rope().astype(np.float64), **sizes)
