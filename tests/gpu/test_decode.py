@@ -148,6 +148,34 @@ def test_a_graph_replays_with_other_lengths() -> None:
         assert np.array_equal(eager.pool.view(np.uint16), replayed.pool.view(np.uint16))
 
 
+@pytest.mark.pitfall(24, 25)
+def test_an_enqueue_captured_behind_a_copy_sees_what_was_copied() -> None:
+    """Kinds 24 and 25: the first kernel may start early behind a kernel, and must wait behind anything else."""
+    from cuda.bindings import driver
+
+    _, host = host_of("real-fp16", [6000, 2500])
+    backup = device.Buffer.of(np.nan_to_num(host.inputs["past_key_value"]))
+    pool = host.buffers["past_key_value"]
+
+    def copy_and_enqueue() -> None:
+        device.check(driver.cuMemcpyDtoDAsync(pool.address, backup.address, backup.nbytes, host.stream.handle))
+        host.enqueue()
+
+    pool.write(np.nan_to_num(host.inputs["past_key_value"]))
+    eager = host.run()
+    graph = host.stream.capture(copy_and_enqueue)
+    for _ in range(20):
+        pool.poison()
+        host.output.poison()
+        host.workspace.poison()
+        device.synchronize()
+        graph.launch()
+        host.stream.synchronize()
+        replayed = host.result()
+        assert np.array_equal(eager.output.view(np.uint16), replayed.output.view(np.uint16))
+        assert np.array_equal(eager.pool.view(np.uint16), replayed.pool.view(np.uint16))
+
+
 @pytest.mark.pitfall(25)
 def test_a_thousand_replays_are_equal() -> None:
     """Kind 25. Neither length completes a block, so a step overwrites its own pool rows with the same values."""

@@ -30,6 +30,8 @@ struct MarksOf<16> {
 typedef MarksOf<MAX_QUADS>::type Marks;  // one bit for each key of a thread
 __device__ __forceinline__ int count_marks(uint32_t marks) { return __popc(marks); }
 __device__ __forceinline__ int count_marks(uint64_t marks) { return __popcll(marks); }
+__device__ __forceinline__ int lowest_mark(uint32_t marks) { return __ffs(static_cast<int>(marks)) - 1; }
+__device__ __forceinline__ int lowest_mark(uint64_t marks) { return __ffsll(static_cast<int64_t>(marks)) - 1; }
 
 struct SelectScratch {
     uint4 quads[MAX_QUADS * QUAD_PITCH];
@@ -37,6 +39,7 @@ struct SelectScratch {
     int counts[2][WARPS], totals[WARPS];
     uint32_t smallest[2][WARPS], largest[2][WARPS];
     float sums[WARPS], squares[WARPS];
+    uint32_t lowest[WARPS], highest[WARPS];
     int candidates_found;
     uint32_t candidates[CANDIDATES];
     uint32_t last_key;  // of those selected
@@ -58,6 +61,12 @@ struct KeySource {
     }
 };
 
+// Of scores from 0 on; NaN counts as 0. The sums may be anything for others: they steer the search and never decide.
+struct Moments {
+    float sum, squares;
+    uint32_t lowest, highest;  // no key is outside
+};
+
 // The keys in shared memory: thread i owns places [4 * quads * i, +4 * quads). Past the end they are 0, as of NaN.
 struct Keys {
     SelectScratch& s;
@@ -67,27 +76,40 @@ struct Keys {
     }
     __device__ __forceinline__ int first_place() const { return 4 * threadIdx.x << shift; }
 
-    // Reads all keys, and adds this thread's up: right for scores from 0 on, and NaN counts as 0.
-    __device__ __forceinline__ void load(const KeySource& source, float& sum, float& squares) const {
+    // Reads all keys; returns what this thread has seen.
+    __device__ __forceinline__ Moments load(const KeySource& source) const {
         const int quads = 1 << shift;
         const bool whole = source.listed == 0, scattered = source.unit == 1 && !whole;
-        sum = squares = 0.f;
-#pragma unroll 4
-        for (int i = 0; i < quads; ++i) {
-            const int quad = i * THREADS + threadIdx.x, place = 4 * quad;
-            uint4 four = make_uint4(0u, 0u, 0u, 0u);
-            if (place < source.n && !scattered) {
-                const int id = whole ? source.start + place
-                                     : source.units[place / SCORE_TILE] * SCORE_TILE + place % SCORE_TILE;
-                if (id < source.limit) four = __ldcg(reinterpret_cast<const uint4*>(source.values + id));
+        Moments seen = {0.f, 0.f, ALL_LANES, 0u};
+#pragma unroll 1
+        for (int i = 0; i < quads; i += 4) {
+            uint4 four[4];
+            unsigned any = 0u;
+#pragma unroll
+            for (int b = 0; b < 4; ++b) {  // four loads before the first use
+                const int place = 4 * ((i + b) * THREADS + static_cast<int>(threadIdx.x));
+                const int unit = source.units[min(place / SCORE_TILE, BUDGET_BLOCKS - 1)];  // not set where all are read
+                const int id = whole ? source.start + place : unit * SCORE_TILE + place % SCORE_TILE;
+                const bool exists = i + b < quads && place < source.n && id < source.limit && !scattered;
+                four[b] = make_uint4(0u, 0u, 0u, 0u);
+                if (exists) four[b] = __ldcg(reinterpret_cast<const uint4*>(source.values + id));
+                any |= static_cast<unsigned>(exists) << b;
             }
-            s.quads[(quad & (quads - 1)) * QUAD_PITCH + (quad >> shift)] = four;
-            const float x = __uint_as_float(four.x ^ 0x80000000u), y = __uint_as_float(four.y ^ 0x80000000u);
-            const float z = __uint_as_float(four.z ^ 0x80000000u), w = __uint_as_float(four.w ^ 0x80000000u);
-            sum += (x + y) + (z + w);
-            squares += fmaf(x, x, y * y) + fmaf(z, z, w * w);
+#pragma unroll
+            for (int b = 0; b < 4; ++b) {
+                const int quad = (i + b) * THREADS + threadIdx.x;
+                if (i + b < quads) s.quads[(quad & (quads - 1)) * QUAD_PITCH + (quad >> shift)] = four[b];
+                const float x = __uint_as_float(four[b].x ^ 0x80000000u), y = __uint_as_float(four[b].y ^ 0x80000000u);
+                const float z = __uint_as_float(four[b].z ^ 0x80000000u), w = __uint_as_float(four[b].w ^ 0x80000000u);
+                seen.sum += (x + y) + (z + w);
+                seen.squares += fmaf(x, x, y * y) + fmaf(z, z, w * w);
+                const uint32_t low = min(min(four[b].x, four[b].y), min(four[b].z, four[b].w));
+                const uint32_t high = max(max(four[b].x, four[b].y), max(four[b].z, four[b].w));
+                if (any >> b & 1u) seen.lowest = min(seen.lowest, low);
+                seen.highest = max(seen.highest, high);
+            }
         }
-        if (!scattered) return;
+        if (!scattered) return seen;
         __syncthreads();
 #pragma unroll 1
         for (int place = threadIdx.x; place < source.n; place += THREADS) {
@@ -95,11 +117,21 @@ struct Keys {
             reinterpret_cast<uint32_t*>(s.quads + (quad & (quads - 1)) * QUAD_PITCH + (quad >> shift))[place % 4] =
                 __ldcg(source.values + source.id(place));
         }
+        return {0.f, 0.f, 0u, ALL_LANES - 1u};
+    }
+    __device__ __forceinline__ uint32_t at(int i) const {  // of this thread's keys
+        return reinterpret_cast<const uint32_t*>(s.quads + i / 4 * QUAD_PITCH + threadIdx.x)[i % 4];
+    }
+    // Marks this thread's keys in [from, to].
+    __device__ __forceinline__ Marks mark(uint32_t from, uint32_t to) const {
+        Marks marks = 0u;
+        visit([&](uint32_t key, int i) { marks |= static_cast<Marks>(key >= from && key <= to) << i; });
+        return marks;
     }
     // visit(key, place - first_place()) for this thread's keys, in order.
     template <class Visit>
     __device__ __forceinline__ void visit(const Visit& visit) const {
-#pragma unroll 2
+#pragma unroll 4
         for (int j = 0; j < 1 << shift; ++j) {
             const uint4 four = s.quads[j * QUAD_PITCH + threadIdx.x];
             visit(four.x, 4 * j);
@@ -124,45 +156,53 @@ __device__ __forceinline__ float normal_quantile(float upper) {
     return upper < 0.5f ? z : -z;
 }
 
-// Guesses where the count-th largest of n scores lies. They steer the search and never decide.
+// Where the count-th largest of n scores lies: guesses, but for the bounds.
 struct Guess {
     float first;          // mean and deviation say so
     float score_a_place;  // how far scores of neighbouring ranks are apart there
+    uint32_t lowest, highest;
 };
 
-// sum, squares: of this thread's scores. Ends behind the barrier that makes the keys visible.
-__device__ __forceinline__ Guess guess_from_moments(float sum, float squares, int n, int count, SelectScratch& s) {
+// mine: of this thread's scores. Ends behind the barrier that makes the keys visible.
+__device__ __forceinline__ Guess guess_from_moments(const Moments& mine, int n, int count, SelectScratch& s) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    sum = warp_sum(sum);
-    squares = warp_sum(squares);
+    float sum = warp_sum(mine.sum), squares = warp_sum(mine.squares);
+    uint32_t lowest = __reduce_min_sync(ALL_LANES, mine.lowest), highest = __reduce_max_sync(ALL_LANES, mine.highest);
     if (lane == 0) {
         s.sums[warp] = sum;
         s.squares[warp] = squares;
+        s.lowest[warp] = lowest;
+        s.highest[warp] = highest;
     }
     if (threadIdx.x < CANDIDATES) s.candidates[threadIdx.x] = 0u;
     if (threadIdx.x == 0) s.candidates_found = 0;
     __syncthreads();
     sum = warp_sum(lane < WARPS ? s.sums[lane] : 0.f);
     squares = warp_sum(lane < WARPS ? s.squares[lane] : 0.f);
+    lowest = __reduce_min_sync(ALL_LANES, lane < WARPS ? s.lowest[lane] : ALL_LANES);
+    highest = __reduce_max_sync(ALL_LANES, lane < WARPS ? s.highest[lane] : 0u);
     const float z = normal_quantile(__fdividef(static_cast<float>(count), static_cast<float>(n)));
     const float mean = __fdividef(sum, static_cast<float>(n));
     const float deviation = sqrtf(fmaxf(__fdividef(squares, static_cast<float>(n)) - mean * mean, 0.f));
     const float density = n * 0.39894228f * __expf(-0.5f * z * z);  // places a deviation
-    return {mean + z * deviation, __fdividef(deviation, density)};
+    return {mean + z * deviation, __fdividef(deviation, density), lowest, highest};
 }
 
 // 0 < count < n. hint: a key that `count` keys reach, likely few more, or 0.
 __device__ __forceinline__ Cut find_cut(const Keys& keys, const Guess& guess, int count, uint32_t hint) {
     SelectScratch& s = keys.s;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    uint32_t low = 0u, high = ALL_LANES;            // the cut is in [low, high): at least `count` keys reach low,
-    int from_low = 4 * THREADS << keys.shift;       // fewer reach high
-    int from_high = 0;
+    // The cut is in [low, high): at least `count` keys reach low, fewer reach high. Padding counts as long as low is the
+    // lowest key, which only keeps the search going.
+    const int all = 4 * THREADS << keys.shift;
+    uint32_t low = guess.lowest, high = guess.highest + 1u;
+    int from_low = all, from_high = 0;
     uint32_t pivot = hint == 0u ? score_key(guess.first) : hint;
 #pragma unroll 1
     for (int step = 0; from_low != count && from_low - from_high > CANDIDATES && high - low > 1; ++step) {
         if (pivot <= low || pivot >= high || (step > 3 && step % 2 == 1)) pivot = low + (high - low) / 2;
-        const bool draw = step >= 3;  // to the nearest keys
+        const bool bracketed = from_low != all && from_high != 0;
+        const bool draw = step >= 3 || (step == 2 && !bracketed);  // to the nearest keys
         int reach = 0;
         uint32_t smallest = ALL_LANES, largest = 0u;  // key from pivot on; key in [low, pivot)
         keys.visit([&](uint32_t key, int) { reach += key >= pivot; });
@@ -194,20 +234,20 @@ __device__ __forceinline__ Cut find_cut(const Keys& keys, const Guess& guess, in
             from_high = reach;
         }
         const float off = static_cast<float>(reach - count);
-        if (low != 0u && from_high != 0) {  // a little past the place on the other side, so that both bounds close in
+        if (step > 0 || (from_low != all && from_high != 0)) {  // a little past the place on the other side, so that both bounds close in
             const float share = __fdividef(static_cast<float>(from_low - count) + (off >= 0.f ? AIM : -AIM),
                                            static_cast<float>(from_low - from_high));
             pivot = low + static_cast<uint32_t>(static_cast<float>(high - low) * fminf(fmaxf(share, 0.01f), 0.99f));
         } else {  // beyond the place, where the other bound is expected
-            pivot = score_key(score_of_key(pivot) + (1.5f + step) * guess.score_a_place * off);
+            pivot = score_key(score_of_key(pivot) + 1.5f * guess.score_a_place * off);
         }
     }
     if (from_low == count) return {low, low, 0};
     if (high - low <= 1) return {high, low, count - from_high};
 
-    keys.visit([&](uint32_t key, int) {
-        if (key >= low && key < high) s.candidates[atomicAdd(&s.candidates_found, 1)] = key;
-    });
+#pragma unroll 1
+    for (Marks marks = keys.mark(low, high - 1u); marks != 0u; marks &= marks - 1)
+        s.candidates[atomicAdd(&s.candidates_found, 1)] = keys.at(lowest_mark(marks));
     __syncthreads();
     // Each candidate is ranked by THREADS / CANDIDATES neighbouring threads. The places that are left over hold 0: they
     // are above nothing, and equal to keys of 0 alone, which come last.
@@ -253,15 +293,9 @@ template <class Emit>
 __device__ __forceinline__ uint32_t select_best(const KeySource& source, int count, uint32_t hint, SelectScratch& s,
                                                 int from, int to, const Emit& emit) {
     const Keys keys(s, source.n);
-    float sum, squares;
-    keys.load(source, sum, squares);
-    const Cut cut = find_cut(keys, guess_from_moments(sum, squares, source.n, count, s), count, hint);
-    Marks chosen = 0u, tied = 0u;
-    keys.visit([&](uint32_t key, int i) {
-        chosen |= static_cast<Marks>(key >= cut.above) << i;
-        tied |= static_cast<Marks>(key >= cut.tied && key < cut.above) << i;
-    });
-    if (cut.ties == 0) tied = 0u;
+    const Moments seen = keys.load(source);
+    const Cut cut = find_cut(keys, guess_from_moments(seen, source.n, count, s), count, hint);
+    Marks chosen = keys.mark(cut.above, ALL_LANES), tied = cut.ties > 0 ? keys.mark(cut.tied, cut.above - 1u) : 0u;
     const int before = sum_before(count_marks(chosen) << 16 | count_marks(tied), s.totals);
     const int tied_before = min(before & 0xffff, cut.ties);
     int rank = (before >> 16) + tied_before, take = cut.ties - tied_before;
@@ -269,7 +303,7 @@ __device__ __forceinline__ uint32_t select_best(const KeySource& source, int cou
     if (rank < to)
 #pragma unroll 1
         for (; chosen != 0u; chosen &= chosen - 1, ++rank)
-            if (rank >= from) emit(rank, keys.first_place() + count_marks((chosen & (~chosen + 1u)) - 1u));
+            if (rank >= from) emit(rank, keys.first_place() + lowest_mark(chosen));
     return cut.ties > 0 ? cut.tied : cut.above;
 }
 
