@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -14,29 +15,28 @@ from tests.support.gpu_results import RECORD
 RecordError = Callable[[str, float, float | None], None]
 
 
-#: What the quick tests compile.
-QUICK = (
-    "real-fp16",
-    "real-bf16",
-    "group-7",
-    "group-16",
-    "head-64",
-    "ratio-8",
-    "budget-odd-blocks",
-    "head-256-index-32",
-)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def compiled(request: pytest.FixtureRequest) -> None:
-    """All that a session needs in the disk cache, by all processors at once."""
+    """What the session's tests need, in the disk cache, by all processors at once."""
     capability = device.compute_capability()
     if capability is None:
         return
-    quick = all(item.get_closest_marker("quick") for item in request.session.items)
-    names = QUICK if quick else SPECIALISATIONS
-    specs = [SPECIALISATIONS[name].on(arch_of(capability)) for name in names]
-    compile_ahead(specs, portable=not quick)
+    items = request.session.items
+    names = {name for item in items for name in names_of(item)} & SPECIALISATIONS.keys()
+    portable = any(parameters_of(item).get("portable") for item in items)
+    compile_ahead([SPECIALISATIONS[name].on(arch_of(capability)) for name in sorted(names)], portable=portable)
+
+
+def parameters_of(item: pytest.Item) -> dict[str, Any]:
+    """Of a parametrised test; empty for others."""
+    callspec = getattr(item, "callspec", None)
+    return callspec.params if callspec else {}
+
+
+def names_of(item: pytest.Item) -> list[Any]:
+    """Specialisations by the customs of these tests: a parameter `name`, a constant `NAME` or `REAL` of the module."""
+    module = getattr(item, "module", None)
+    return [parameters_of(item).get("name"), getattr(module, "NAME", None), getattr(module, "REAL", None)]
 
 
 @pytest.fixture
