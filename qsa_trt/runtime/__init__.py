@@ -11,11 +11,12 @@ from .engine_session import EngineSession
 from .layer_session import LayerSession
 from .layout import LayerPool, PoolLayout
 from .onnx_session import OnnxSession
-from .pages import PageCopy, PagePool
+from .pages import Growth, PageCopy, PagePool
 from .session import Session
 
 __all__ = [
     "EngineSession",
+    "Growth",
     "LayerPool",
     "LayerSession",
     "OnnxSession",

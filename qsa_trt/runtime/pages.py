@@ -30,6 +30,22 @@ class PageCopy:
     target: int
 
 
+@dataclass(frozen=True)
+class Growth:
+    """What a `grow` did.
+
+    Attributes:
+        tokens: sequence to the number of its new tokens.
+        copies: to be made, in every layer, before the call that writes the tokens. A copy's source may be freed or
+            written to afterwards.
+        shared: sequence to the slot that it shared until now, and has a copy of.
+    """
+
+    tokens: Mapping[int, int]
+    copies: tuple[PageCopy, ...]
+    shared: Mapping[int, Slot]
+
+
 class PagePool:
     """The pages of many sequences in one pool.
 
@@ -110,25 +126,25 @@ class PagePool:
         self._release(self._slots.pop(sequence))
         del self._lengths[sequence]
 
-    def grow(self, growth: Mapping[int, int]) -> tuple[PageCopy, ...]:
+    def grow(self, tokens: Mapping[int, int]) -> Growth:
         """Make room for tokens that the next call writes: in all of these sequences, or in none.
 
         Args:
-            growth: sequence to the number of its new tokens.
+            tokens: sequence to the number of its new tokens.
 
         Returns:
-            What to copy before that call. A copy's source may be freed or written to afterwards.
+            What to copy before that call, and what `undo` takes if it fails.
 
         Raises:
             InputError: there is no such sequence, it would become longer than `max_kv_len`, or the pool is full.
         """
-        for sequence, tokens in growth.items():
-            if tokens < 0:
-                raise InputError("new tokens", tokens, "0 or more", "correct the count")
-            length = self.length(sequence) + tokens
+        for sequence, count in tokens.items():
+            if count < 0:
+                raise InputError("new tokens", count, "0 or more", "correct the count")
+            length = self.length(sequence) + count
             if length > self.max_kv_len:
                 raise InputError("length", length, f"at most max_kv_len {self.max_kv_len}", "raise it")
-        wanted = self._wanted(growth)
+        wanted = self._wanted(tokens)
         if wanted > self.free_pages:
             raise InputError(
                 "page pool",
@@ -136,19 +152,32 @@ class PagePool:
                 "a free page for every 128 tokens of every sequence",
                 "free sequences that have ended, or make the pool larger (num_pages)",
             )
-        return tuple(copy for sequence, tokens in growth.items() for copy in self._grow(sequence, tokens))
+        shared: dict[int, Slot] = {}
+        copies: list[PageCopy] = []
+        for sequence, count in tokens.items():
+            if self._writes_to_shared(sequence, count, self._users):
+                shared[sequence], own = self._leave(sequence)
+                copies += [PageCopy(source, target) for source, target in zip(shared[sequence], own, strict=True)]
+            self._lengths[sequence] += count
+            slots = self._slots[sequence]
+            slots += [self._take() for _ in range(pages_for(self._lengths[sequence]) - len(slots))]
+        return Growth(dict(tokens), tuple(copies), shared)
 
-    def shrink(self, growth: Mapping[int, int]) -> None:
-        """Take the last `grow` back, because its call failed.
+    def undo(self, growth: Growth) -> None:
+        """Take back the last `grow`, because its call failed.
 
         It is no way to forget tokens that a call has written: the indexer's state of the last block is gone by then.
         """
-        for sequence, tokens in growth.items():
-            length = self.length(sequence) - tokens
+        for sequence, count in growth.tokens.items():
             slots = self._slots[sequence]
-            self._release(slots[pages_for(length) :])
-            del slots[pages_for(length) :]
-            self._lengths[sequence] = length
+            self._lengths[sequence] -= count
+            pages = pages_for(self._lengths[sequence])
+            self._release(slots[pages:])
+            del slots[pages:]
+            if sequence in growth.shared:
+                self._release(slots[-1:])
+                slots[-1] = growth.shared[sequence]
+                self._users[slots[-1]] += 1
 
     def table(self, sequences: Sequence[int | None]) -> NDArray[np.int32]:
         """Input `kv_page_table`, int32 `[B, 2, M]`; -1 past each length, and everywhere in a row of None.
@@ -172,31 +201,29 @@ class PagePool:
         """
         return np.array([0 if sequence is None else self.length(sequence) for sequence in sequences], np.int32)
 
-    def _wanted(self, growth: Mapping[int, int]) -> int:
-        """Pages a plane that `_grow` will take."""
+    def _wanted(self, tokens: Mapping[int, int]) -> int:
+        """Pages a plane that `grow` will take."""
         wanted = 0
         users = self._users.copy()
-        for sequence, tokens in growth.items():
-            length, slots = self._lengths[sequence], self._slots[sequence]
-            wanted += pages_for(length + tokens) - len(slots)
-            if tokens and length % PAGE_SIZE and users[slots[-1]] > 1:
+        for sequence, count in tokens.items():
+            slots = self._slots[sequence]
+            wanted += pages_for(self._lengths[sequence] + count) - len(slots)
+            if self._writes_to_shared(sequence, count, users):
                 users[slots[-1]] -= 1
                 wanted += 1
         return wanted
 
-    def _grow(self, sequence: int, tokens: int) -> list[PageCopy]:
-        """New tokens go to the last page, if it has room, and to new ones: all others are full and never written."""
-        length, slots = self._lengths[sequence], self._slots[sequence]
-        copies: list[PageCopy] = []
-        if tokens and length % PAGE_SIZE and self._users[slots[-1]] > 1:
-            shared, own = slots[-1], self._take()
-            self._users[shared] -= 1
-            slots[-1] = own
-            copies = [PageCopy(source, target) for source, target in zip(shared, own, strict=True)]
-        while len(slots) < pages_for(length + tokens):
-            slots.append(self._take())
-        self._lengths[sequence] = length + tokens
-        return copies
+    def _writes_to_shared(self, sequence: int, count: int, users: Counter[Slot]) -> bool:
+        """Whether new tokens go to a page of others: the last one, if it has room. All before it are full for good."""
+        return count > 0 and self._lengths[sequence] % PAGE_SIZE > 0 and users[self._slots[sequence][-1]] > 1
+
+    def _leave(self, sequence: int) -> tuple[Slot, Slot]:
+        """Give a sequence a last slot of its own; returns the shared one and the new one."""
+        slots = self._slots[sequence]
+        shared, own = slots[-1], self._take()
+        self._users[shared] -= 1
+        slots[-1] = own
+        return shared, own
 
     def _take(self) -> Slot:
         slot = (self._free_k.pop(), self._free_v.pop())

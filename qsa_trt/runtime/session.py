@@ -92,11 +92,10 @@ class Session(ABC):
         live = [sequence for sequence in sequences if sequence is not None]
         if not sequences or len(set(live)) != len(live):
             raise InputError("sequences", list(sequences), "one or more, each once", "correct the list")
-        growth = {s: n for s, n in zip(sequences, tokens, strict=True) if s is not None}
-        copies = self.pages.grow(growth)
+        growth = self.pages.grow({s: n for s, n in zip(sequences, tokens, strict=True) if s is not None})
         try:
-            if copies:
-                self._copy_pages(copies)
+            if growth.copies:
+                self._copy_pages(growth.copies)
             step: dict[str, Array] = {
                 "context_lengths": self.pages.lengths(sequences),  # [B]
                 "kvcache_start_index": start,  # [0] or [B]
@@ -104,7 +103,7 @@ class Session(ABC):
             }
             return self._run(feeds, step)
         except BaseException:
-            self.pages.shrink(growth)
+            self.pages.undo(growth)
             raise
 
     @abstractmethod

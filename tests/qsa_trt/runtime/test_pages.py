@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import numpy as np
@@ -62,18 +63,21 @@ class PagesAgainstTokens(RuleBasedStateMachine):
         growth = dict(zip(chosen, counts, strict=False))
         before = self.pool.table(list(self.tokens)), self.pool.free_pages
         try:
-            copies = self.pool.grow(growth)
+            grown = self.pool.grow(growth)
         except InputError as error:
             assert (self.pool.table(list(self.tokens)) == before[0]).all() and self.pool.free_pages == before[1]
             too_long = any(len(self.tokens[s]) + n > MAX_KV_LEN for s, n in growth.items())
             assert error.what == ("length" if too_long else "page pool")
+            if not too_long:
+                assert not grows_one_by_one(copy.deepcopy(self.pool), growth), "there was room"
             return
-        for copy in copies:
-            assert (copy.source < NUM_PAGES) == (copy.target < NUM_PAGES)
-            self.memory[copy.target] = self.memory[copy.source]
-        if fails:
-            self.pool.shrink(growth)
+        if fails:  # before the copies were made
+            self.pool.undo(grown)
+            assert (self.pool.table(list(self.tokens)) == before[0]).all() and self.pool.free_pages == before[1]
             return
+        for page in grown.copies:
+            assert (page.source < NUM_PAGES) == (page.target < NUM_PAGES)
+            self.memory[page.target] = self.memory[page.source]
         for sequence, count in growth.items():
             self._write(sequence, count)
 
@@ -112,6 +116,15 @@ class PagesAgainstTokens(RuleBasedStateMachine):
         assert planes[True] == planes[False] == NUM_PAGES - self.pool.free_pages
 
 
+def grows_one_by_one(pool: PagePool, growth: dict[int, int]) -> bool:
+    try:
+        for sequence, count in growth.items():
+            pool.grow({sequence: count})
+    except InputError:
+        return False
+    return True
+
+
 TestPages = PagesAgainstTokens.TestCase
 TestPages.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
@@ -119,7 +132,7 @@ TestPages.settings = settings(max_examples=60, stateful_step_count=30, deadline=
 def test_pages_come_in_order_without_a_generator() -> None:
     pool = PagePool(5, 2 * PAGE_SIZE)
     first, second = pool.allocate(), pool.allocate()
-    assert pool.grow({first: 129, second: 1}) == ()
+    assert pool.grow({first: 129, second: 1}).copies == ()
     assert pool.table([first, None, second]).tolist() == [[[0, 1], [5, 6]], [[-1, -1]] * 2, [[2, -1], [7, -1]]]
     assert pool.lengths([first, None, second]).tolist() == [129, 0, 1]
 
@@ -143,17 +156,17 @@ def test_only_the_open_page_of_a_fork_is_copied() -> None:
     parent = pool.allocate()
     pool.grow({parent: 130})
     child = pool.fork(parent)
-    copies = pool.grow({child: 1})
+    copies = pool.grow({child: 1}).copies
     assert [(c.source, c.target) for c in copies] == [(1, 2), (5, 6)]
     assert pool.table([parent, child])[:, 0, :2].tolist() == [[0, 1], [0, 2]]
-    assert pool.grow({parent: 1}) == (), "the other one has its page to itself now"
+    assert pool.grow({parent: 1}).copies == (), "the other one has its page to itself now"
 
 
 def test_a_fork_at_a_page_boundary_copies_nothing() -> None:
     pool = PagePool(4, 300)
     parent = pool.allocate()
     pool.grow({parent: 128})
-    assert pool.grow({pool.fork(parent): 1}) == ()
+    assert pool.grow({pool.fork(parent): 1}).copies == ()
 
 
 def test_what_users_do_wrong() -> None:
