@@ -201,7 +201,7 @@ def build_engine_command(model: str, output: str | None, workspace: str | None, 
     size = None if workspace is None else parse_bytes(workspace)
     plan = plan_build(model, output, workspace=size, **options)
     click.echo(plan.summary())
-    with progress() as shown:
+    with progress(f"build {plan.output}") as shown:
         report = run_build(plan, progress=shown)
     click.echo(report.summary())
 

@@ -23,7 +23,7 @@ PREVIEW_FEATURE = "ALIASED_PLUGIN_IO_10_03"
 #: TensorRT, its registry and the plugin's remembered errors are process-wide: one build at a time.
 _one_build = threading.Lock()
 #: Phases of phases that are told: those below come and go by the thousand.
-_SHOWN_DEPTH = 4
+_SHOWN_DEPTH = 3
 
 
 @dataclass(frozen=True)
@@ -222,15 +222,19 @@ def _monitor(trt: Any, cancelled: threading.Event, progress: Progress) -> Any:
     class BuildMonitor(trt.IProgressMonitor):  # type: ignore[misc]  # the base is known at run time only
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
-            self.depth: dict[str, int] = {}
+            self.depth: dict[str, int] = {}  # of the phases that have not finished, in the order of their starts
 
         def phase_start(self, name: str, parent: str | None, steps: int) -> None:
             self.depth[name] = self.depth.get(parent or "", 0) + 1
-            if self.depth[name] <= _SHOWN_DEPTH:
-                progress.text = "stop at the next step" if cancelled.is_set() else f"build: {name}"
+            self.tell()
 
         def phase_finish(self, name: str) -> None:
             self.depth.pop(name, None)
+            self.tell()
+
+        def tell(self) -> None:
+            shown = [name for name, depth in self.depth.items() if depth <= _SHOWN_DEPTH]
+            progress.text = "stop at the next step" if cancelled.is_set() else ": ".join(["build", *shown[-1:]])
 
         def step_complete(self, name: str, step: int) -> bool:
             return not cancelled.is_set()

@@ -113,7 +113,10 @@ def test_the_builders_phases_are_told_down_to_a_depth() -> None:
     for name in ("Building", "Subgraph", "Costs", "Tactics", "Nodes"):
         monitor.phase_start(name, parent, 1)
         parent = name
-    assert progress.text == "build: Tactics"
+    assert progress.text == "build: Costs"
+    for name in ("Nodes", "Tactics", "Costs"):
+        monitor.phase_finish(name)
+    assert progress.text == "build: Subgraph"
     assert monitor.step_complete("Nodes", 1)
     cancelled.set()
     assert not monitor.step_complete("Nodes", 2)
