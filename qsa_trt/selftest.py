@@ -31,6 +31,7 @@ from .layer_validation import LayerReport, validate_layers
 from .metrics import row_error
 from .patching import patch_onnx
 from .patching.config import load_config
+from .plugin_host import PluginHost, shapes_of
 from .progress import Progress
 from .recording import PatchedSession
 from .reference import qsa_attention
@@ -192,15 +193,37 @@ def _compile(work: _Work) -> str:
     return f"{sum(r.compiled for r in reports)} compiled, {sum(r.found for r in reports)} cached, for {targets}"
 
 
+def _need_gpu() -> None:
+    if device.compute_capability() is None:
+        raise Skipped("no NVIDIA GPU with a driver is here")
+
+
 def _kernels(dtype: str) -> Callable[[_Work], str]:
     def check(work: _Work) -> str:
-        if device.compute_capability() is None:
-            raise Skipped("no NVIDIA GPU with a driver is here")
+        _need_gpu()
         report: LayerReport = validate_layers(work.file(f"{dtype} model"))
         _require(report.passed, report.summary())
         return f"largest row error {max(x.error for x in report.layers):.1e}, bound {report.layers[0].bound:.1e}"
 
     return check
+
+
+def _graph(work: _Work) -> str:
+    """One decode call, launched and then replayed as a CUDA graph over the same pool."""
+    _need_gpu()
+    session = PatchedSession(work.file("fp16 model"), batch=2, max_kv_len=200, rope=_rope(), record=True)
+    session.prefill({"input_ids": _tokens(2, 150)}, [150, 70])
+    call = session.decode({"input_ids": _tokens(2, 1)}).calls[0]
+    context = PluginHost(call.node.geometry, "float16", shapes_of(call.inputs, call.node.geometry)).context()
+    launched = context.run(call.inputs)
+    context.bind(call.inputs)
+    context.poison()
+    graph = context.capture()
+    graph.launch()
+    replayed = context.read()
+    for name in ("attn_output", "present_key_value"):
+        _require(np.array_equal(getattr(launched, name), getattr(replayed, name), equal_nan=True), f"{name} differs")
+    return f"{graph.nodes} nodes, the same bits as launched"
 
 
 def _build(work: _Work) -> str:
@@ -246,6 +269,7 @@ _CHECKS: dict[str, Callable[[_Work], str]] = {
     "compile the kernels": _compile,
     "kernels on the GPU, fp16": _kernels("fp16"),
     "kernels on the GPU, bf16": _kernels("bf16"),
+    "graph replay on the GPU": _graph,
     "build an engine": _build,
     "the engine in a fresh process": _engine,
 }

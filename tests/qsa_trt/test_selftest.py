@@ -14,9 +14,14 @@ from qsa_plugin.environment import CACHE_VARIABLE
 from qsa_plugin.errors import FailedError
 from qsa_trt import cli, selftest
 from qsa_trt.doctor import DoctorReport, Finding
+from qsa_trt.plugin_host import PluginHost
 from qsa_trt.progress import Progress
+from tests.support.fake_cuda import FakeDriver, cuda
+from tests.support.fake_plugin import use_reference
+from tests.support.plugin_host import needs_tensorrt
 from tests.support.requirements import has, needs_onnxruntime
 
+__all__ = ["cuda"]
 pytestmark = needs_onnxruntime
 ONNXRUNTIME = ["patch the sample model", "original against patched, onnxruntime"]
 ONNXRUNTIME += ["NumPy reference against onnxruntime", "pages of the runtime, onnxruntime"]
@@ -78,6 +83,21 @@ def test_a_wrong_attention_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with_checks(monkeypatch, patch=selftest._patch, reference=selftest._reference)
     report = selftest.selftest()
     assert [line.verdict for line in report.lines] == ["PASS", "FAIL"] and "row error" in report.lines[1].detail
+
+
+@needs_tensorrt
+@pytest.mark.parametrize("faulty", [False, True])
+def test_a_graph_is_replayed_and_compared(cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch, faulty: bool) -> None:
+    real = PluginHost.context
+    monkeypatch.setattr(PluginHost, "context", lambda host: use_reference(real(host), cuda))
+    if faulty:
+        monkeypatch.setattr("qsa_trt.device.Graph.launch", lambda graph: None)
+    with_checks(monkeypatch, patch=selftest._patch, graph=selftest._graph)
+    line = selftest.selftest().lines[1]
+    expected = (
+        ("FAIL", "AssertionError: attn_output differs") if faulty else ("PASS", "1 nodes, the same bits as launched")
+    )
+    assert (line.verdict, line.detail) == expected
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qsa_plugin.contract import INPUTS, OUTPUTS
 from qsa_plugin.errors import FailedError, InputError
 from qsa_trt.onnx_model import qsa_nodes
 from qsa_trt.paging import flat_pages
 from qsa_trt.patching import patch_onnx
 from qsa_trt.patching.files import load_model
 from qsa_trt.recording import PatchedSession
-from qsa_trt.reference import qsa_attention
 from qsa_trt.runtime import EngineSession, LayerSession, OnnxSession, PoolLayout, Session, engine_session
-from tests.support.fake_cuda import FakeDriver, read, write
+from tests.support.fake_cuda import FakeDriver
 from tests.support.fake_engine import FakeContext, FakeEngine, FakeTensorRT, write_fake_engine
+from tests.support.fake_plugin import use_reference
 from tests.support.originals import MODELS, Original
 from tests.support.plugin_host import needs_tensorrt
 from tests.support.requirements import has, needs_onnxruntime
@@ -237,38 +236,13 @@ def test_the_layout_of_an_engine_is_that_of_its_model(engine: Path, language_mod
     assert layout.nbytes == 2 * 2 * 9 * 128 * 2 * 128 * 2
 
 
-class ReferencePlugin:
-    """The NumPy reference where TensorRT would call the plugin."""
-
-    def __init__(self, session: LayerSession, driver: FakeDriver) -> None:
-        self.context, self.driver = session._context, driver
-        self.geometry, self.dtype = self.context.host.geometry, session.layout.dtype
-
-    def on_shape_change(self, inputs: Any, outputs: Any) -> None:
-        pass
-
-    def enqueue(self, _in: Any, _out: Any, inputs: list[int], outputs: list[int], workspace: int, stream: int) -> None:
-        shapes = dict(self.context.shapes)
-        self.driver.enqueue(lambda: self._compute(shapes, inputs, outputs))
-
-    def _compute(self, shapes: dict[str, tuple[int, ...]], inputs: list[int], outputs: list[int]) -> None:
-        types = {"int32": np.int32, "float32": np.float32, "surface": self.dtype}
-        arrays = {
-            tensor.name: read(address, shapes[tensor.name], types[tensor.dtype.value])
-            for tensor, address in zip(INPUTS, inputs, strict=True)
-        }
-        result = qsa_attention(arrays, self.geometry)
-        for tensor, address in zip(OUTPUTS, outputs, strict=True):
-            write(address, getattr(result, tensor.name))
-
-
 @needs_tensorrt
 def test_a_layer_computes_what_it_saw_in_the_model(language_model: Path, cuda: FakeDriver) -> None:
     recorded = PatchedSession(language_model, batch=2, max_kv_len=300, rope=rope(), record=True, fill=np.nan)
     calls = [recorded.prefill(prompts(), LENGTHS).calls[0]]
     calls += [recorded.decode({"input_ids": np.full((2, 1), 3 * step)}).calls[0] for step in range(5)]
     session = layer_session(calls[0])
-    session._context.plugin = ReferencePlugin(session, cuda)
+    use_reference(session._context, cuda)
     rows = [session.pages.allocate(), session.pages.allocate()]
     for call in calls:
         feeds = {name: call.inputs[name] for name in ("qkv", "index_qk")}
@@ -301,7 +275,7 @@ def test_forked_pages_are_copied_on_the_device(language_model: Path, cuda: FakeD
     call = recorded.prefill(prompts(), LENGTHS).calls[0]
     assert call.node == node
     session = layer_session(call)
-    session._context.plugin = ReferencePlugin(session, cuda)
+    use_reference(session._context, cuda)
     parent, other = session.pages.allocate(), session.pages.allocate()
     session.prefill([parent, other], {name: call.inputs[name] for name in ("qkv", "index_qk")}, LENGTHS)
     pool = session._context.buffers["past_key_value"]
