@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -62,6 +62,7 @@ class Meaning:
         name: see the module.
         part: the part of the head it holds, of normed heads alone; None for all of it.
         factor: constants it was multiplied with.
+        from_end: the axis of the head's own dims, of blocks in scores, counted from the last axis, which is 1.
         swaps: how often tokens and heads changed places: an odd number in front of the attention, and behind it.
     """
 
@@ -69,6 +70,7 @@ class Meaning:
     part: Part | None = None
     factor: float = 1.0
     swaps: int = 0
+    from_end: int = 1
 
     def now(self, name: str) -> Meaning:
         """What a step makes of a whole head."""
@@ -79,13 +81,18 @@ class Meaning:
         return self.part is not None and all(a in (None, b) for a, b in zip(self.part, (first, end), strict=True))
 
 
-def check_meaning(index: GraphIndex, cut: PlainCut, geometry: Geometry, rotary: int) -> None:
+def check_meaning(index: GraphIndex, cut: PlainCut, geometry: Geometry, rotary: int) -> Mapping[str, Meaning]:
     """Walk through a layer's cut.
+
+    Returns:
+        What its tensors mean, those inside of a norm left out.
 
     Raises:
         RefusedError: a node does something that QSA does not, or that cannot be seen to be a step of QSA.
     """
-    _Walk(index, cut, geometry, rotary).run()
+    walk = _Walk(index, cut, geometry, rotary)
+    walk.run()
+    return walk.meanings
 
 
 class _Walk:
@@ -106,7 +113,7 @@ class _Walk:
             if node.output in self.norms:
                 source = self.meanings.get(self.norms[node.output])
                 name = None if source is None or source.part else _NORMED.get(source.name)
-                if source is None or name is None:
+                if source is None or name is None or source.from_end != 1:
                     self.fail(node, "it norms something else than QSA does")
                 self.meanings[node.output] = source.now(name)
             elif node not in self.inside_norms:
@@ -163,7 +170,7 @@ class _Walk:
         if node.op == "Neg" and first.name in _ROTATED and first.holds(self.rotary // 2, self.rotary):
             return first.now(first.name + " negated")
         if node.op == "Relu" and first.name == "products":
-            return Meaning("rectified")
+            return replace(first, name="rectified")
         if node.op == "IsNaN" and first.name in ("weights", "logits"):
             return Meaning("mask")
         return None
@@ -176,9 +183,10 @@ class _Walk:
             return m if m.name in _PADDED else None
         if node.op == "Transpose":
             perm = node.attribute("perm", ())
-            if m.name in ("logits", "weights"):
+            if m.name in ("logits", "weights") or len(perm) < 3 or perm[0] != 0:  # the batch stays in front
                 return None
-            m = replace(m, swaps=m.swaps + 1) if len(perm) == 4 and perm[1] == 2 else m
+            moved = len(perm) - perm.index(len(perm) - m.from_end)
+            m = replace(m, swaps=m.swaps + (len(perm) == 4 and perm[1] == 2), from_end=moved)
         if m.name.partition(" ")[0] in _ROTATED:
             return self.view_of_head(node, m)
         if node.op in _PICKS and m.name not in _PICKED:
@@ -190,8 +198,7 @@ class _Walk:
         if node.op == "Slice":
             return self.sliced(node, m)
         if node.op == "Transpose":
-            perm = node.attribute("perm", ())
-            return m if perm and perm[-1] == len(perm) - 1 else None
+            return m if m.from_end == 1 else None
         before, after = self.index.last_dim(node.inputs[0]), self.index.last_dim(node.output)
         return None if node.op == "Reshape" and None not in (before, after) and before != after else m
 
@@ -202,7 +209,7 @@ class _Walk:
             return True
         if shape is not None and None not in shape:
             return any(pair == (heads, 1) for pair in itertools.pairwise(shape))
-        maker = self.index.producer(node.inputs[0])  # [B, Hkv, S, D] before it
+        maker = self.index.producer(self.index.back(node.inputs[0], {"Cast", "Identity"}))  # [B, Hkv, S, D] before it
         return maker is not None and maker.op == "Unsqueeze" and self.index.integers(maker.inputs[1]) == (2,)
 
     def sliced(self, node: Node, m: Meaning) -> Meaning | None:
@@ -236,7 +243,11 @@ class _Walk:
         main = [m for m in known if m.name in ("q2", "k2", "v0")]
         if name is None or not self.swapped(*main):
             return None
-        return Meaning(name, factor=known[0].factor * known[1].factor)
+        left, right = known
+        if left.from_end != 1 or right.from_end != (1 if name == "out" else 2):
+            return None
+        blocks = 2 if left.name == "ik2" else 1  # keys by queries: [.., G, S]
+        return Meaning(name, factor=left.factor * right.factor, from_end=blocks)
 
     def scaled(self, node: Node, m: Meaning, known: list[Meaning]) -> Meaning | None:
         other = next((t for t in node.inputs if self.meanings.get(t) is not m), None)
@@ -314,7 +325,7 @@ class _Walk:
         return Meaning("weights")
 
     def attention(self, node: Node, m: Meaning, known: list[Meaning]) -> Meaning | None:
-        if [k.name for k in known[:3]] != ["q2", "k2", "v0"]:
+        if [k.name for k in known[:3]] != ["q2", "k2", "v0"] or any(k.from_end != 1 for k in known[:3]):
             return None
         if len(self.index.shape(node.inputs[0]) or ()) == 4 and not self.swapped(*known[:3]):
             return None
@@ -328,7 +339,8 @@ class _Walk:
 
     def top_k(self, node: Node, m: Meaning, known: list[Meaning]) -> Meaning | None:
         largest = node.attribute("largest", 1) == 1
-        return Meaning("mask") if m.name == "scores" and largest and self.on_last_axis(node) else None
+        last = m.from_end == 1 and self.on_last_axis(node)
+        return Meaning("mask") if m.name == "scores" and largest and last else None
 
     def on_last_axis(self, node: Node) -> bool:
         axis, shape = node.attribute("axis", -1), self.index.shape(node.inputs[0])
@@ -338,7 +350,17 @@ class _Walk:
         """Over the heads of the indexer, where a mean keeps the order too; over the keys of a block."""
         if m.name == "i0" and node.op == "ReduceMean":
             return Meaning("im")
-        return Meaning("scores") if m.name == "rectified" else None
+        if m.name != "rectified":
+            return None
+        rank, axes = len(self.index.shape(node.inputs[0]) or ()), node.attribute("axes")
+        if axes is None and len(node.inputs) > 1:
+            axes = self.index.integers(node.inputs[1])
+        if not rank or not axes or None in axes:
+            return Meaning("scores", from_end=m.from_end)
+        behind = [rank - a % rank for a in axes if rank - a % rank <= m.from_end]  # axes, counted from the end
+        if m.from_end in behind:
+            return None
+        return Meaning("scores", from_end=m.from_end - (0 if node.attribute("keepdims", 1) else len(behind)))
 
 
 def _bound(bound: int | None, first: int | None, end: int | None) -> int | None:
