@@ -183,7 +183,8 @@ class _Walk:
             return m if m.name in _PADDED else None
         if node.op == "Transpose":
             perm = node.attribute("perm", ())
-            if m.name in ("logits", "weights") or len(perm) < 3 or perm[0] != 0:  # the batch stays in front
+            mixed = len(perm) > 2 and perm[0] != 0  # the batch stays in front
+            if m.name in ("logits", "weights") or mixed or len(perm) < m.from_end:
                 return None
             moved = len(perm) - perm.index(len(perm) - m.from_end)
             m = replace(m, swaps=m.swaps + (len(perm) == 4 and perm[1] == 2), from_end=moved)
