@@ -180,7 +180,8 @@ class _Walk:
     def view(self, node: Node, m: Meaning) -> Meaning | None:
         """A view or a part: it may not reorder, repeat or take apart what QSA does not."""
         if node.op == "Pad":
-            return m if m.name in _PADDED else None
+            void = m.name != "scores" or (len(node.inputs) > 2 and self.hides(node.inputs[2], m))
+            return m if m.name in _PADDED and void else None
         if node.op == "Transpose":
             perm = node.attribute("perm", ())
             mixed = len(perm) > 2 and perm[0] != 0  # the batch stays in front
@@ -311,7 +312,15 @@ class _Walk:
                 return m.now(f"{name} turned")
             if first.name == f"{name} rotated" and second.name == name and second.holds(self.rotary, self.width(name)):
                 return m.now(_ROTATED[name])
-        return m if len(known) == 1 and m.name in _CACHED and len(node.inputs) == 2 else None
+        if len(known) != 1 or m.name not in _CACHED or len(node.inputs) != 2:
+            return None
+        other = next(t for t in node.inputs if self.meanings.get(t) is not m)
+        return m if m.name != "scores" or self.hides(other, m) else None
+
+    def hides(self, tensor: str, m: Meaning) -> bool:
+        """Whether a tensor is a constant that hides elements, repeated or not."""
+        value = self.index.constant(self.index.back(tensor, {"Expand", "Reshape", "Cast", "Identity"}))
+        return value is not None and bool(np.all(value <= _MASKED[m.name]))
 
     def chosen(self, node: Node, m: Meaning, known: list[Meaning]) -> Meaning | None:
         if len(known) != 1 or m.name not in _MASKED:

@@ -77,6 +77,9 @@ def _check_node(node: onnx.NodeProto, versions: dict[str, int]) -> None:
         raise InputError(label, f"{len(node.input)} inputs", f"at least {inputs}", _EXPORT_AGAIN)
     if len(node.output) < outputs:
         raise InputError(label, f"{len(node.output)} outputs", f"at least {outputs}", _EXPORT_AGAIN)
+    for attribute in node.attribute:  # onnx's shape inference reads past the end of the outputs otherwise
+        if node.op_type == "Split" and attribute.name == "num_outputs" and attribute.i != len(node.output):
+            raise InputError(label, f"num_outputs {attribute.i}", f"{len(node.output)}, its outputs", _EXPORT_AGAIN)
 
 
 @cache
