@@ -19,6 +19,7 @@ from .graph_index import GraphIndex
 from .layout import check_layout
 from .meaning import check_meaning
 from .rewrite import LayerPlan
+from .rope_source import check_one_rope
 from .verify import PlainCut, cache_outputs, check_coverage, check_layer
 
 TYPES: dict[str, int] = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16, "fp32": TensorProto.FLOAT}
@@ -58,6 +59,7 @@ def make_plan(index: GraphIndex, config: Config, dtype: str | None, pool_io: Poo
         if attributes.rotary_dims != (plans or [plan])[0].attributes.rotary_dims:
             refuse(cut.layer, "rotary_dims", "differs from the first layer's; one rope table serves all layers")
         plans.append(plan)
+    check_one_rope(index, cuts, plans[0].attributes.rotary_dims)
     return Plan(plans, caches)
 
 

@@ -69,9 +69,22 @@ def _stored_table(index: GraphIndex, names: tuple[str, str], max_positions: int)
     return np.concatenate([cos[:max_positions], sin[:max_positions]], axis=-1)[None]
 
 
+def check_one_rope(index: GraphIndex, cuts: Sequence[Cut], rotary_dims: int) -> None:
+    """All nodes read one rope table, baked or not.
+
+    Raises:
+        RefusedError: a layer rotates by other frequencies than the first one.
+    """
+    first = _frequencies(index, cuts[0], rotary_dims)
+    for cut in cuts[1:]:
+        own = _frequencies(index, cut, rotary_dims)
+        if own.keys() != first.keys():
+            names = ", ".join(name for name, _ in own.values()) or "rope"
+            refuse(cut.layer, names, "it rotates by other frequencies than the first layer; a model has one rope table")
+
+
 def _inv_freq(index: GraphIndex, cuts: Sequence[Cut], rotary_dims: int) -> tuple[str, NDArray[np.float32]] | None:
     """The constant behind the cosines that the cuts read."""
-    found: dict[bytes, tuple[str, NDArray[np.float32]]] = {}
     layer = cuts[0].layer
     for cosine in {node for cut in cuts for node in cut.sides if node.op == "Cos"}:
         for reader in index.readers(cosine.output):
@@ -80,12 +93,20 @@ def _inv_freq(index: GraphIndex, cuts: Sequence[Cut], rotary_dims: int) -> tuple
                 refuse(
                     layer, reader, f"the cosines are scaled by {factors[0]:g} (longrope or yarn); a table is not baked"
                 )
-        for tensor in {t for node in index.ancestors([cosine.output]) for t in node.reads}:
-            value = index.constant(tensor)
-            if value is not None and value.size == rotary_dims // 2 and np.issubdtype(value.dtype, np.floating):
-                frequencies = value.astype(np.float32).ravel()
-                found.setdefault(frequencies.tobytes(), (tensor, frequencies))
+    found = _frequencies(index, cuts[0], rotary_dims)
     if len(found) > 1:
         names = ", ".join(name for name, _ in found.values())
         refuse(layer, names, "several sets of inverse frequencies (dynamic rope or longrope); a table is not baked")
     return next(iter(found.values()), None)
+
+
+def _frequencies(index: GraphIndex, cut: Cut, rotary_dims: int) -> dict[bytes, tuple[str, NDArray[np.float32]]]:
+    """The inverse frequencies behind a layer's cosines, by their bytes: names and values."""
+    found: dict[bytes, tuple[str, NDArray[np.float32]]] = {}
+    cosines = [node.output for node in sorted(cut.sides, key=lambda n: n.position) if node.op == "Cos"]
+    for tensor in {t for node in index.ancestors(cosines) for t in node.reads}:
+        value = index.constant(tensor)
+        if value is not None and value.size == rotary_dims // 2 and np.issubdtype(value.dtype, np.floating):
+            frequencies = value.astype(np.float32).ravel()
+            found.setdefault(frequencies.tobytes(), (tensor, frequencies))
+    return found

@@ -11,10 +11,14 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
+from qsa_plugin.contract import PoolIO
 from qsa_plugin.errors import InputError, RefusedError
 from qsa_trt.patching import patch_onnx
+from qsa_trt.patching.graph_index import GraphIndex
+from qsa_trt.patching.plan import make_plan
 from qsa_trt.recording import PatchedSession, qsa_nodes
 from qsa_trt.rope import default_inv_freq, rope_table
+from tests.support.compare import BOUND, errors, patch
 from tests.support.graphs import add_constant, insert, load, node, reroute
 from tests.support.originals import MODELS, Original
 
@@ -121,3 +125,29 @@ def test_two_sets_of_frequencies(tmp_path: Path) -> None:
     reroute(model, short, "chosen", only=angles.output[0])
     with pytest.raises(RefusedError, match="several sets of inverse frequencies"):
         bake(model, tmp_path)
+
+
+@pytest.mark.parametrize("theta", [1e7, 1e4])
+def test_layers_of_other_frequencies(theta: float, tmp_path: Path) -> None:
+    """Layer 1 computes its own cosines; with another theta, one table could not serve both layers."""
+    model, index = load(), GraphIndex(load())
+    inv_freq = next(t for t in index.initializers if t.endswith("inv_freq"))
+    shape = index.initializers[inv_freq].dims
+    add_constant(model, "own_freq", default_inv_freq(32, theta).reshape(shape))
+    own = {inv_freq: "own_freq"}
+    second = make_plan(index, {}, None, PoolIO.IN_PLACE).layers[1].cut
+    for n in sorted(second.sides & index.descendants([inv_freq]), key=lambda n: n.position):
+        copy = helper.make_node(n.op, [own.get(t, t) for t in n.inputs], [f"own_{t}" for t in n.outputs])
+        copy.attribute.extend(n.proto.attribute)
+        own |= {t: f"own_{t}" for t in n.outputs}
+        insert(model, copy, after=n.output)
+    for n in second.nodes:
+        changed = node(model, n.output)
+        changed.input[:] = [own.get(t, t) for t in n.inputs]
+    if theta == 1e7:
+        assert max(errors(model, tmp_path)) <= BOUND
+    else:
+        with pytest.raises(
+            RefusedError, match=r"layers\.1\.self_attn: own_freq: it rotates by other frequencies than the"
+        ):
+            patch(model, tmp_path)
