@@ -93,18 +93,21 @@ def _index_qk(index: GraphIndex, matmul: Node, projection: Node) -> str:
 
 
 def selects_by_topk(index: GraphIndex, softmax: Node) -> bool:
-    """Whether a TopK lies behind a Softmax or Attention node and in front of all projections by weights."""
+    """Whether a TopK and a product of two activations lie behind a Softmax or Attention node, and in front of all
+    projections by weights: an attention, and no router, whose softmax may follow its TopK too.
+    """
+    topk, product = False, softmax.op == "Attention"
     stack, seen = list(softmax.reads), set()
     while stack:
         node = index.producer(stack.pop())
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.op == "TopK":
-            return True
+        topk |= node.op == "TopK"
+        product |= node.op in _PRODUCTS and not any(map(index.is_constant, node.reads))
         if node.op != "Conv" and not is_linear(index, node):
             stack += node.reads
-    return False
+    return topk and product
 
 
 def _anchors(index: GraphIndex, norms: list[RmsNorm], tensor: str, index_qk: Node) -> Anchors:

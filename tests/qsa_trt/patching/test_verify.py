@@ -182,3 +182,19 @@ def test_a_value_that_nothing_reads() -> None:
     reroute(model, layer.projections["v_proj"], layer.projections["k_proj"])
     attach(model, "Neg", layer.projections["v_proj"], "spy")
     assert f"the attention does not depend on v_proj ({layer.projections['v_proj']})" in refusal(model)
+
+
+def test_router_whose_softmax_follows_its_topk() -> None:
+    """A mixture of experts chooses by TopK too; it is no attention."""
+    model, layer = load(), first_layer()
+    hidden = node(model, layer.projections["k_proj"]).input[0]
+    add_constant(model, "router_weight", np.ones((32, 8), np.float32))
+    add_constant(model, "two", np.array([2]))
+    for new, after in (
+        (helper.make_node("MatMul", [hidden, "router_weight"], ["router"]), hidden),
+        (helper.make_node("TopK", ["router", "two"], ["best", "experts"]), "router"),
+        (helper.make_node("Softmax", ["best"], ["shares"]), "best"),
+    ):
+        insert(model, new, after=after)
+    expose(model, "shares")
+    assert len(cuts(model)) == 2
