@@ -129,6 +129,27 @@ def test_layers_in_a_body_are_refused(move: object, tmp_path: Path) -> None:
     assert not (tmp_path / "out.onnx").exists()
 
 
+def test_layers_in_a_scan_are_refused() -> None:
+    """One sequence after the other."""
+    model = load()
+    nodes = [*model.graph.node, helper.make_node("Identity", ["count"], ["count_out"])]
+    info = helper.make_tensor_value_info
+    body = helper.make_graph(
+        nodes,
+        "body",
+        [info("count", TensorProto.INT64, []), *model.graph.input],
+        [info("count_out", TensorProto.INT64, []), info("logits", TensorProto.FLOAT, None)],
+    )
+    del model.graph.node[:]
+    add_constant(model, "zero_sequences", np.array(0))
+    inputs = ["zero_sequences", "input_ids", "attention_mask"]
+    scan = helper.make_node("Scan", inputs, ["sequences", "result"], name="sequences", body=body, num_scan_inputs=2)
+    model.graph.node.append(scan)
+    model.graph.output[0].name = "result"
+    with pytest.raises(RefusedError, match=r"this indexer lies in a body of sequences \(Scan\), and a pool cannot go"):
+        check_bodies(GraphIndex(model))
+
+
 def test_sparse_operators_in_a_body_are_refused(tmp_path: Path) -> None:
     model = as_sparse_ops()
     in_if(model)
