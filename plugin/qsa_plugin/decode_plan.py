@@ -15,6 +15,8 @@ DECODE_KERNELS = ("decode_score", "decode_attend")
 #: `DecodeParams` of kernels/decode.cuh: 19 pointers, 6 int32, 2 fp32.
 LAYOUT = "19Q6i2f"
 
+#: The defines of decode_score as a stage of its own.
+SCORE_STAGE = {"SCORE_STAGE": 1}
 SCORE_WARPS = 8  # WARPS of decode_score.cu
 SCORE_BLOCKS_AN_SM = 2  # that its registers allow
 #: Tiles a block at least. Fewer blocks leave processors to decode_attend, which starts beside them.

@@ -10,7 +10,7 @@ import math
 
 from . import jit
 from .contract import PAGE_SIZE, Geometry
-from .decode_plan import LAYOUT, SCORE_BLOCKS_AN_SM, SCORE_WARPS
+from .decode_plan import LAYOUT, SCORE_BLOCKS_AN_SM, SCORE_STAGE, SCORE_WARPS
 from .launch import Launch, ParamBlock, sm_count
 from .prefill_launchers import PrefillLaunchers
 from .specialisation import Specialisation
@@ -31,7 +31,7 @@ class StageLaunchers(PrefillLaunchers):
 
     def __init__(self, spec: Specialisation, geometry: Geometry, portable: bool = False) -> None:
         super().__init__(spec, geometry, portable)
-        (kernel,) = jit.kernels("decode_score", spec, ["decode_score"], {"SCORE_STAGE": 1})
+        (kernel,) = jit.kernels("decode_score", spec, ["decode_score"], SCORE_STAGE)
         self._score = Launch(kernel, SCORE_WARPS * 32), ParamBlock(LAYOUT)
         self._score_blocks = SCORE_BLOCKS_AN_SM * sm_count()
 

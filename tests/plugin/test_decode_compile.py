@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qsa_plugin import jit
-from qsa_plugin.decode_plan import DECODE_KERNELS, attend_shape, decode_tunings
+from qsa_plugin.decode_plan import DECODE_KERNELS, SCORE_STAGE, attend_shape, decode_tunings
 from qsa_plugin.specialisation import ARCHES, SPECIALISATIONS, Specialisation, shared_limit
 
 
@@ -33,7 +33,7 @@ def test_the_compiler_is_the_one_asked_for(pytestconfig: pytest.Config) -> None:
 
 
 def _compile_all(spec: Specialisation) -> None:
-    for name, tuning in decode_tunings(spec, spec.compute_capability):
+    for name, tuning in [*decode_tunings(spec, spec.compute_capability), ("decode_score", SCORE_STAGE)]:
         cubin = jit.compile_kernel(name, spec, tuning)
         assert list(cubin.resources) == [name]
         resources = cubin.resources[name]

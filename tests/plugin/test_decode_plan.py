@@ -43,6 +43,17 @@ def test_a_small_batch_is_split_and_a_large_one_is_not() -> None:
     assert plan_decode(SPEC, call_of(64, 64), HOPPER).splits == 1
 
 
+def test_scoring_starts_early_only_beside_few_blocks_of_attention() -> None:
+    assert plan_decode(SPEC, call_of(1, 64), HOPPER).dependent
+    assert not plan_decode(SPEC, call_of(16, 64), HOPPER).dependent
+    assert not plan_decode(SPEC, call_of(64, 1024), HOPPER).dependent
+
+
+def test_tables_within_the_budget_score_nothing() -> None:
+    assert plan_decode(SPEC, call_of(3, 16), HOPPER).score_ctas == 0
+    assert plan_decode(SPEC, call_of(3, 17), HOPPER).score_ctas > 0
+
+
 def test_one_page_is_never_split_into_more_parts_than_it_has_tiles() -> None:
     assert plan_decode(SPEC, call_of(1, 1), HOPPER).splits <= 2
 

@@ -84,7 +84,7 @@ struct Keys {
 #pragma unroll 1
         for (int i = 0; i < quads; i += 4) {
             uint4 four[4];
-            unsigned any = 0u;
+            unsigned there = 0u;
 #pragma unroll
             for (int b = 0; b < 4; ++b) {  // four loads before the first use
                 const int place = 4 * ((i + b) * THREADS + static_cast<int>(threadIdx.x));
@@ -93,7 +93,7 @@ struct Keys {
                 const bool exists = i + b < quads && place < source.n && id < source.limit && !scattered;
                 four[b] = make_uint4(0u, 0u, 0u, 0u);
                 if (exists) four[b] = __ldcg(reinterpret_cast<const uint4*>(source.values + id));
-                any |= static_cast<unsigned>(exists) << b;
+                there |= static_cast<unsigned>(exists) << b;
             }
 #pragma unroll
             for (int b = 0; b < 4; ++b) {
@@ -105,7 +105,7 @@ struct Keys {
                 seen.squares += fmaf(x, x, y * y) + fmaf(z, z, w * w);
                 const uint32_t low = min(min(four[b].x, four[b].y), min(four[b].z, four[b].w));
                 const uint32_t high = max(max(four[b].x, four[b].y), max(four[b].z, four[b].w));
-                if (any >> b & 1u) seen.lowest = min(seen.lowest, low);
+                if (there >> b & 1u) seen.lowest = min(seen.lowest, low);
                 seen.highest = max(seen.highest, high);
             }
         }
