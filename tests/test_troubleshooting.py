@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
+import qsa_plugin
+import qsa_trt
+
 ROOT = Path(__file__).parents[1]
 ROWS = re.findall(r"^\| `([^`]+)`", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.MULTILINE)
-CODE = "\n".join(path.read_text() for folder in ("plugin", "qsa_trt") for path in (ROOT / folder).rglob("*.py"))
+PACKAGES = [Path(str(package.__file__)).parent for package in (qsa_plugin, qsa_trt)]
+CODE = "\n".join(path.read_text() for package in PACKAGES for path in package.rglob("*.py"))
 
 
 def test_there_is_something_to_check() -> None:
