@@ -9,7 +9,7 @@ from typing import Any
 
 from qsa_plugin.specialisation import SPECIALISATIONS
 from tests.support.compile_ahead import jobs_of
-from tests.support.gpu_results import END, RECORD, START, GpuResults, summary, write_summary
+from tests.support.gpu_results import END, RECORD, START, GpuResults, merged, summary, write_summary
 
 
 def report(case: str, when: str, outcome: str, *figures: tuple[str, float, float | None]) -> Any:
@@ -64,6 +64,20 @@ def test_a_page_shows_the_results(tmp_path: Path) -> None:
     assert "old" not in text
     assert "1 cases passed, 0 failed, 0 were skipped" in text
     assert "| `test_a: x` | ulps | 0.5 | 2 | 1 | one |" in text
+
+
+def test_sessions_are_merged(tmp_path: Path) -> None:
+    """Cases add up; of each figure the one closest to its bound stays."""
+    records = []
+    for case, value in (("one", 0.5), ("two", 1.5)):
+        results = GpuResults(tmp_path / f"{case}.json")
+        results.pytest_runtest_logreport(report(f"test_a.py::test_x[{case}]", "call", "passed", ("ulps", value, 2.0)))
+        results.pytest_sessionfinish()
+        records.append(json.loads((tmp_path / f"{case}.json").read_text()))
+    both = merged(records)
+    assert both["cases"] == {"passed": 2, "skipped": 0, "failed": 0}
+    assert both["figures"]["test_a.py::test_x"]["ulps"] == {"cases": 2, "largest": 1.5, "bound": 2.0, "case": "two"}
+    assert "2 sessions" in summary(both)
 
 
 def test_the_page_shows_the_results_in_the_repository() -> None:

@@ -1,7 +1,8 @@
 """Writes what a GPU run found: environment, counts, durations, and the largest errors that tests recorded, as JSON.
 
 `pytest -m gpu --gpu-results FILE` switches it on; `tests/conftest.py` registers it.
-`python -m tests.support.gpu_results FILE PAGE` writes the summary of a results file into a page, between two marks.
+`python -m tests.support.gpu_results FILE PAGE` writes the summary of a results file into a page, between two marks;
+with more files after these, FILE is first made of those, which several sessions wrote.
 """
 
 from __future__ import annotations
@@ -51,11 +52,8 @@ class GpuResults:
     def _keep(self, case: str, figure: dict[str, Any]) -> None:
         """Of the cases of one test: how many there are, and the one that comes closest to its bound."""
         figures = self._figures.setdefault(case.split("[")[0], {})
-        value, bound = figure["value"], figure["bound"]
-        known = figures.setdefault(figure["name"], {"cases": 0})
-        known["cases"] += 1
-        if known["cases"] == 1 or value / (bound or 1) > known["largest"] / (known["bound"] or 1):
-            known |= {"largest": value, "bound": bound, "case": case.partition("[")[2].rstrip("]")}
+        new = {"cases": 1, "largest": figure["value"], "bound": figure["bound"]}
+        _add(figures, figure["name"], new | {"case": case.partition("[")[2].rstrip("]")})
 
     def pytest_sessionfinish(self) -> None:
         """Write the file."""
@@ -69,10 +67,41 @@ class GpuResults:
             "figures": {test: self._figures[test] for test in sorted(self._figures)},
             "slowest_seconds": slowest,
         }
-        temporary = self._path.with_name(self._path.name + ".part")
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(record, indent=2) + "\n")
-        temporary.replace(self._path)
+        _write(self._path, record)
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    temporary.write_text(json.dumps(record, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def _add(figures: dict[str, dict[str, Any]], name: str, new: dict[str, Any]) -> None:
+    """Count the cases of a figure, and keep what is closest to its bound."""
+    known = figures.setdefault(name, new | {"cases": 0})
+    worse = max(known, new, key=lambda figure: figure["largest"] / (figure["bound"] or 1))
+    figures[name] = worse | {"cases": known["cases"] + new["cases"]}
+
+
+def merged(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Results of several sessions on one machine as one; `seconds` is their sum."""
+    first = records[0]
+    figures: dict[str, dict[str, dict[str, Any]]] = {}
+    for record in records:
+        for test, found in record["figures"].items():
+            for name, figure in found.items():
+                _add(figures.setdefault(test, {}), name, figure)
+    slowest = Counter({test: seconds for record in records for test, seconds in record["slowest_seconds"].items()})
+    return first | {
+        "sessions": len(records),
+        "seconds": round(sum(record["seconds"] for record in records), 1),
+        "cases": {outcome: sum(record["cases"][outcome] for record in records) for outcome in first["cases"]},
+        "failed": [test for record in records for test in record["failed"]],
+        "figures": {test: figures[test] for test in sorted(figures)},
+        "slowest_seconds": dict(slowest.most_common(15)),
+    }
 
 
 def environment() -> dict[str, Any]:
@@ -153,13 +182,14 @@ def summary(record: dict[str, Any]) -> str:
     """A results file as Markdown: where and when, how many, and every figure with its bound."""
     cases = record["cases"]
     tensorrt = record["tensorrt"] or "no TensorRT"
+    sessions = f" of {record['sessions']} sessions, most of them beside each other" if "sessions" in record else ""
     lines = [
         f"{record['date']}, {record['gpu']}, driver {record['driver']}; Python {record['python']}, cuda-bindings "
         f"{record['cuda-bindings']}, NVRTC {record['nvrtc']}, torch {record['torch']}, transformers "
         f"{record['transformers']}, {tensorrt}.",
         "",
         f"{cases['passed']} cases passed, {cases['failed']} failed, {cases['skipped']} were skipped, in "
-        f"{record['seconds']:.0f} seconds.",
+        f"{record['seconds']:.0f} seconds{sessions}.",
         "",
         "| test | figure | largest | bound | cases | which |",
         "|---|---|---|---|---|---|",
@@ -183,4 +213,7 @@ def write_summary(results: Path, page: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_summary(Path(sys.argv[1]), Path(sys.argv[2]))
+    results_path, page_path, *parts = map(Path, sys.argv[1:])
+    if parts:
+        _write(results_path, merged([json.loads(part.read_text()) for part in parts]))
+    write_summary(results_path, page_path)
