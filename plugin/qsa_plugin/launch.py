@@ -45,7 +45,7 @@ class Launch:
     Args:
         kernel: a `cuda.core.Kernel`.
         block: threads a block.
-        shared_bytes: dynamic shared memory; raised above 48 KiB here, once.
+        shared_bytes: dynamic shared memory; the limit of 48 KiB, static memory included, is raised here, once.
         dependent: let the kernel start before the one in front of it in the stream has finished (programmatic dependent
             launch, compute capability 9.0 and later); the kernel itself waits where it must.
         cluster: blocks a cluster along x.
@@ -93,7 +93,7 @@ class Launch:
         if status == self._ok:
             (status,) = driver.cuFuncLoad(function)
         attribute = driver.CUfunction_attribute
-        if status == self._ok and shared_bytes > 48 * 1024:
+        if status == self._ok and shared_bytes > 32 * 1024:
             (status,) = driver.cuFuncSetAttribute(
                 function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes
             )

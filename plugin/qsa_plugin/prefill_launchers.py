@@ -20,12 +20,11 @@ from .contract import Geometry
 from .launch import Launch, ParamBlock
 from .launch import sm_count as _sm_count
 from .specialisation import Specialisation, shared_limit
-from .workspace import BLOCK_TILE, MAX_UNION_ROWS, ROW_TILE, SELECT_WORKERS
+from .workspace import BLOCK_TILE, MAX_UNION_ROWS, SELECT_ROWS, select_sizes
 
 _LOG2_E = math.log2(math.e)
 _TOKENS = 64  # that attention takes a step
 _WARPS = 8  # of the kernels that give a warp one vector
-_SELECT_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -92,9 +91,43 @@ def _hopper_tile(spec: Specialisation, dense: bool, rows_a_group: int) -> AttnTi
         kernel="prefill_attn_hopper",
         rows=2 * rows_a_group,
         threads=384,
-        shared_bytes=(2 * 64 + 4 * _TOKENS) * spec.head_size * 2 + 4 * 2 * rows_a_group * 8 + 8 * 8,
+        shared_bytes=(2 * 64 + 4 * _TOKENS) * spec.head_size * 2 + 8 * 8,
         defines=defines,
     )
+
+
+@dataclass(frozen=True)
+class ScoreTile:
+    """One form of the kernels that score on tensor cores.
+
+    Attributes:
+        rows: rows of one sequence that a thread block works on.
+        threads: of a thread block.
+        ctas: thread blocks of selection on a multiprocessor.
+        query_bytes: of dynamic shared memory for the queries of the rows.
+        defines: which form.
+    """
+
+    rows: int
+    threads: int
+    ctas: int
+    query_bytes: int
+    defines: Mapping[str, int]
+
+    @property
+    def select_bytes(self) -> int:
+        """Dynamic shared memory of selection: queries, then a histogram of 1024 words a warp in their place."""
+        return max(self.query_bytes, self.threads // 32 * 4096)
+
+
+def score_tile(spec: Specialisation, portable: bool = False) -> ScoreTile:
+    """The form for a target; `portable`: not the one with instructions of compute capability 9.0."""
+    heads, dim = spec.indexer_n_heads, spec.indexer_head_dim
+    if spec.hopper and not portable:
+        slabs, pairs = math.ceil(dim / 64), math.ceil(heads / 2)
+        return ScoreTile(32, 384 if heads > 4 else 512, 1, slabs * pairs * 8192, {"QSA_SCORE_HOPPER": 1})
+    padding = 32 if heads * dim % 64 == 0 else 0
+    return ScoreTile(16, 192, 2, 16 * (heads * dim + padding) * 2, {"QSA_SCORE_HOPPER": 0})
 
 
 class PrefillLaunchers:
@@ -112,24 +145,33 @@ class PrefillLaunchers:
     def __init__(self, spec: Specialisation, geometry: Geometry, portable: bool = False) -> None:
         self.geometry = geometry
         self.dense_tile, self.sparse_tile = attn_tile(spec, True, portable), attn_tile(spec, False, portable)
-        self._select_ctas = min(2 * _sm_count(), SELECT_WORKERS)
+        self._scores = scores = score_tile(spec, portable)
+        self._select_ctas = min(scores.ctas * _sm_count(), SELECT_ROWS // scores.rows)
 
-        def load(name: str, entry: str, threads: int, defines: Mapping[str, int] | None = None) -> Launch:
+        def load(
+            name: str, entry: str, threads: int, defines: Mapping[str, int] | None = None, shared_bytes: int = 0
+        ) -> Launch:
             (kernel,) = jit.kernels(name, spec, [f"qsa_{entry}"], defines)
-            return Launch(kernel, threads)
+            return Launch(kernel, threads, shared_bytes)
 
         def attention(tile: AttnTile) -> Launch:
             (kernel,) = jit.kernels(tile.kernel, spec, ["qsa_prefill_attn"], tile.defines)
             return Launch(kernel, tile.threads, tile.shared_bytes)
 
         self._plan = load("prefill_plan", "prefill_plan", 128), ParamBlock("5Q4i")
-        self._write = load("prefill_write", "prefill_write", 128), ParamBlock("9Q3if")
+        self._write = load("prefill_write", "prefill_write", 7 * 32), ParamBlock("9Q3if")
         self._qprep_rows = load("prefill_qprep", "qprep_rows", _WARPS * 32), ParamBlock("6Q4if")
         self._block_pool = load("prefill_block_pool", "block_pool", _WARPS * 32), ParamBlock("7Q4if")
-        self._score_rows_tc = load("prefill_score", "score_rows_tc", _SELECT_THREADS), ParamBlock("6Q6i")
-        self._score_rows = load("prefill_score", "score_rows", _SELECT_THREADS), ParamBlock("6Q6i")
-        self._select_tiles = load("prefill_select", "select_tiles", _SELECT_THREADS), ParamBlock("7Q6i")
-        self._select_rows = load("prefill_select", "select_rows", _SELECT_THREADS), ParamBlock("3Q2i")
+        self._score_rows_tc = (
+            load("prefill_score", "score_rows_tc", scores.threads, scores.defines, scores.query_bytes),
+            ParamBlock("6Q6i"),
+        )
+        self._score_rows = load("prefill_score", "score_rows", scores.threads, scores.defines), ParamBlock("6Q6i")
+        self._select_tiles = (
+            load("prefill_select", "select_tiles", scores.threads, scores.defines, scores.select_bytes),
+            ParamBlock("7Q7i"),
+        )
+        self._select_rows = load("prefill_select", "select_rows", _WARPS * 32, scores.defines), ParamBlock("3Q2i")
         union_define = {name: self.sparse_tile.defines[name] for name in ("QSA_UNION_ROWS", "QSA_UNION_SPLIT")}
         self._union = load("prefill_union", "union", 128, union_define), ParamBlock("5Q4i")
         self._expand = load("prefill_gather", "expand", 128), ParamBlock("4Q4i")
@@ -252,13 +294,13 @@ class PrefillLaunchers:
     ) -> None:
         """Scores fp32 `[B, rows, stride]` on tensor cores, -inf past each row's complete blocks and in padding rows.
 
-        `queries` as `qprep_rows` stores them; `stride` a multiple of 32, at least the blocks of the longest row.
+        `queries` as `qprep_rows` stores them; `stride` a multiple of 64, at least the blocks of the longest row.
         """
         launch, block = self._score_rows_tc
         block.pack(
             *(queries, pool, page_table, live, past, scores, batch, seq_len, pages_per_seq, row_begin, rows, stride)
         )
-        launch.grid(batch * math.ceil(rows / ROW_TILE))
+        launch.grid(batch * math.ceil(rows / self._scores.rows))
         launch(stream, block)
 
     def score_rows(
@@ -283,7 +325,7 @@ class PrefillLaunchers:
         block.pack(
             *(queries, pool, page_table, live, past, scores, batch, seq_len, pages_per_seq, row_begin, rows, stride)
         )
-        launch.grid(math.ceil(batch * rows * stride / _SELECT_THREADS))
+        launch.grid(math.ceil(batch * rows * stride / self._scores.threads))
         launch(stream, block)
 
     def select_rows(self, stream: int, *, scores: int, counts: int, lists: int, rows: int, stride: int) -> None:
@@ -294,7 +336,7 @@ class PrefillLaunchers:
         """
         launch, block = self._select_rows
         block.pack(scores, counts, lists, rows, stride)
-        launch.grid(math.ceil(rows / 8))
+        launch.grid(math.ceil(rows / _WARPS))
         launch(stream, block)
 
     def select_tiles(
@@ -313,18 +355,19 @@ class PrefillLaunchers:
         pages_per_seq: int,
         row_begin: int,
         rows: int,
-        stride: int,
+        blocks: int,
     ) -> None:
         """`score_rows_tc` and `select_rows` in one: `lists` int32 `[B, rows, K]`, written for sparse rows alone.
 
-        `scratch` is fp32 `[min(SELECT_WORKERS, B * ceil(rows / 16)), 16, stride]`.
+        `blocks` is at least the number that the longest row sees; `workspace.score_elements` bounds `scratch`, fp32.
         """
         launch, block = self._select_tiles
+        chunk, candidates = select_sizes(self.geometry, blocks)
         block.pack(
             *(queries, pool, page_table, live, past, scratch, lists),
-            *(batch, seq_len, pages_per_seq, row_begin, rows, stride),
+            *(batch, seq_len, pages_per_seq, row_begin, rows, chunk, candidates),
         )
-        launch.grid(min(self._select_ctas, batch * math.ceil(rows / ROW_TILE)))
+        launch.grid(min(self._select_ctas, batch * math.ceil(rows / self._scores.rows)))
         launch(stream, block)
 
     def union(

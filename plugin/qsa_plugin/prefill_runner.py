@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .contract import Call, Geometry
 from .errors import QsaError
-from .prefill_launchers import PrefillLaunchers, score_stride
+from .prefill_launchers import PrefillLaunchers
 from .specialisation import Specialisation
 from .workspace import layout, sparse_rows, visible_blocks
 
@@ -157,7 +157,7 @@ class QsaSparsePrefillRunner:
             queries=slots["index_rows"],
             scratch=slots["scores"],
             lists=slots["block_ids"],
-            stride=score_stride(visible_blocks(g, call)),
+            blocks=visible_blocks(g, call),
             **paged,
             **rows,
             **shape,

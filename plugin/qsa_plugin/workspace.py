@@ -64,7 +64,7 @@ def union_elements(geometry: Geometry, call: Call) -> int:
 
 
 def score_elements(geometry: Geometry, call: Call) -> int:
-    """fp32 scores kept at a time: all of decode's; in prefill a chunk, and scores and ids of candidates, of some rows."""
+    """fp32 scores kept at a time: all of decode's; in prefill chunks and candidates of some rows."""
     if call.mode is Mode.DECODE:
         return call.batch * score_stride(geometry, call)
     rows = call.batch * math.ceil(sparse_rows(geometry, call) / MAX_ROW_TILE) * MAX_ROW_TILE

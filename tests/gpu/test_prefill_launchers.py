@@ -9,7 +9,7 @@ import pytest
 
 from qsa_plugin.prefill_launchers import PrefillLaunchers, score_stride
 from qsa_plugin.specialisation import SPECIALISATIONS, arch_of
-from qsa_plugin.workspace import sparse_rows, visible_blocks
+from qsa_plugin.workspace import SELECT_ROWS, select_sizes, sparse_rows, visible_blocks
 from qsa_trt import device
 from tests.gpu.test_prefill import host_of
 from tests.support.prefill import PrefillHost
@@ -83,6 +83,35 @@ def test_scores_select_what_the_runner_selected() -> None:
     again = lists.read(result.lists.shape, np.int32)
     for b, length in enumerate(LENGTHS):
         assert np.array_equal(again[b, : length - g.list_width], result.lists[b, : length - g.list_width])
+
+
+@pytest.mark.parametrize("name", ["real-fp16", "real-bf16", "head-64", "ratio-8", "budget-odd-blocks", "index-heads-1"])
+def test_both_forms_of_scoring_give_the_same_bits(name: str) -> None:
+    """Warpgroup products (compute capability 9.0) and mma.sync, for 1, 4, 5 and 8 heads of 32, 64 and 128."""
+    budget = SPECIALISATIONS[name].indexer_budget
+    _, host = host_of(name, [budget + 603, budget + 100])
+    host.run()
+    common = sparse_arguments(host)
+    stride = score_stride(visible_blocks(host.geometry, host.call))
+    shape = (host.call.batch, common["rows"], stride)
+    scores = []
+    for portable in (False, True):
+        buffer = device.Buffer(int(np.prod(shape)) * 4)
+        launchers(name, portable).score_rows_tc(
+            host.stream.handle,
+            queries=host.workspace.address + host.layout.offsets["index_rows"],
+            pool=host.params.past_key_value,
+            page_table=host.params.kv_page_table,
+            pages_per_seq=host.call.pages_per_seq,
+            scores=buffer.address,
+            stride=stride,
+            **common,
+        )
+        host.stream.synchronize()
+        assert buffer.intact()
+        scores.append(buffer.read(shape, np.float32))
+    assert np.isfinite(scores[0]).sum() > common["rows"] * budget // host.geometry.indexer_compress_ratio
+    assert np.array_equal(scores[0].view(np.uint32), scores[1].view(np.uint32))
 
 
 def test_expand_and_gather() -> None:
@@ -177,7 +206,6 @@ def run_part(
     """Tokens [begin, end) of every sequence as a call of its own; its output and block lists."""
     g, call, stream, inputs = host.geometry, host.call, host.stream.handle, host.inputs
     seq_len, batch = end - begin, call.batch
-    stride = score_stride(end // g.indexer_compress_ratio)
 
     def upload(array: np.ndarray) -> device.Buffer:
         return device.Buffer.of(np.ascontiguousarray(array))
@@ -188,7 +216,7 @@ def run_part(
     live, past = device.Buffer(4 * batch), device.Buffer(4 * batch)
     output = device.Buffer(batch * seq_len * g.num_q_heads * g.head_size * 2)
     queries = device.Buffer(batch * seq_len * g.indexer_n_heads * g.indexer_head_dim * 2)
-    scratch = device.Buffer(296 * 16 * stride * 4)
+    scratch = device.Buffer(SELECT_ROWS * sum(select_sizes(g, end // g.indexer_compress_ratio)) * 2 * 4)
     lists = device.Buffer(batch * seq_len * g.budget_blocks * 4)
     entries = device.Buffer(batch * (seq_len + 10) * (2 * g.budget_blocks + 70) * 4)
     counts = device.Buffer(batch * seq_len * 16)
@@ -233,7 +261,7 @@ def run_part(
         queries=queries.address,
         scratch=scratch.address,
         lists=lists.address,
-        stride=stride,
+        blocks=end // g.indexer_compress_ratio,
         **pool,
         **pages,
         **rows,

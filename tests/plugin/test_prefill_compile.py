@@ -13,15 +13,6 @@ from qsa_plugin.specialisation import ARCHES, SPECIALISATIONS, Specialisation
 
 #: Spill bytes allowed, by kernel: none in scoring, selection and attention.
 SPILLS = {"prefill_write": 64, "prefill_block_pool": 64, "prefill_qprep": 64, "prefill_plan": 64}
-#: Exceptions, by kernel file and target, for the NVRTC that the project installs (13.5).
-EXCEPTIONS = {
-    # qsa_select_tiles keeps one register too many, once a tile of 16 rows
-    ("prefill_select", "sm_90a"): 4,
-    ("prefill_select", "sm_120"): 4,
-    ("prefill_select", "sm_121"): 4,
-    # heads of 256, 8 to a KV head: the accumulators of the sparse variant take all 255 registers
-    ("prefill_attn", "sm_100"): 12,
-}
 
 
 @pytest.mark.parametrize("arch", ARCHES.values())
@@ -45,7 +36,7 @@ def compile_all(spec: Specialisation, monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> list[Any]:
         cubin = jit.compile_kernel(name, spec, tuning)
         assert set(entries) <= set(cubin.resources)
-        allowed = EXCEPTIONS.get((name, spec.arch), SPILLS.get(name, 0))
+        allowed = SPILLS.get(name, 0)
         for entry, resources in cubin.resources.items():
             assert resources.spill_bytes <= allowed, f"{entry} for {spec}: {resources}"
         assert "warning" not in cubin.log, cubin.log

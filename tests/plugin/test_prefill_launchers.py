@@ -34,4 +34,4 @@ def test_only_compute_capability_9_gets_the_warpgroup_kernel() -> None:
 
 
 def test_scores_are_padded_to_what_a_warp_scores() -> None:
-    assert [score_stride(blocks) for blocks in (0, 1, 31, 32, 33)] == [BLOCK_TILE] * 4 + [2 * BLOCK_TILE]
+    assert [score_stride(blocks) for blocks in (0, 1, 63, 64, 65)] == [BLOCK_TILE] * 4 + [2 * BLOCK_TILE]

@@ -61,7 +61,7 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
 
 // Copies one plane of a step; tokens that are NOTHING become zeros, so that no stale NaN meets a zero weight.
 __device__ __forceinline__ void load_plane(surf_t* tile, const surf_t* pool, const uint32_t* pool_rows, int kv_head) {
-#pragma unroll
+#pragma unroll 8  // copies in flight; more would not fit the registers
     for (int i = threadIdx.x; i < NT * CHUNKS; i += THREADS) {
         const int token = i / CHUNKS, chunk = i % CHUNKS;
         const uint32_t pool_row = pool_rows[token];

@@ -22,11 +22,12 @@ constexpr int SLOTS = 4;        // K, V, K, V
 constexpr int THREADS = 384;
 constexpr uint32_t NOTHING = 0xffffffffu;  // in place of a pool row
 constexpr int TOKENS_A_WARP = NT / 4;  // of the loading warpgroup
-constexpr int MASKS = 4;        // steps whose masks are kept: written at most two steps ahead of their reader
 static_assert(ROWS_A_GROUP * GROUP <= 64, "the heads of a row stay together");
 static_assert(TOKENS_A_WARP == 16 && TOKENS_A_WARP % R == 0, "lanes 0-15 look up keys, lanes 16-31 values");
 static_assert(D % 64 == 0, "whole slabs");
 static_assert(DENSE || (UNION_SPLIT && UNION_ROWS == ROWS && UNION_STEP * R == NT), "a class for each warpgroup");
+static_assert(UNION_STEP <= 32, "a lane an entry");
+static_assert(GROUP >= 8, "the 16 operand rows of a warp belong to three rows at most");
 
 // as in prefill_attn.cu
 struct AttnParams {
@@ -49,7 +50,6 @@ struct AttnParams {
 struct Shared {
     unsigned char q[2][SLABS * 64 * 128];  // of each computing warpgroup; later its result
     unsigned char slots[SLOTS][SLOT_BYTES];
-    unsigned short masks[MASKS][ROWS][4];  // of each row, a bit a token: 16 from each loading warp
     uint64_t full[SLOTS];
     uint64_t empty[SLOTS];
 };
@@ -72,8 +72,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t& barrier, uint32_t parity)
 __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t& barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
-// Between writes to shared memory that this thread has made or waited for, and wgmma's reads of them.
-__device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 template <int COUNT>
 __device__ __forceinline__ void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
@@ -98,7 +96,7 @@ struct Tile {
     int class_steps[3];     // sparse: steps for both computing warpgroups, for the first alone, for the second alone
     int kv_head;
     const int* page_table;  // [2, pages_per_seq] of the sequence
-    const uint32_t* entries;
+    const uint32_t* entries;  // [UNION_CLASSES, UNION_REGION]
 };
 
 // Steps come in this order: those for both, then those for one in turns, then what is left of the longer class.
@@ -113,6 +111,13 @@ __device__ __forceinline__ Place place_of(const Tile& tile, int step) {
     return {tile.class_steps[1] > turns ? 1 : 2, rest - turns};
 }
 
+// Entry i of a step; 0, which has no members, past the last step.
+__device__ __forceinline__ uint32_t entry_of(const Tile& tile, int step, int i) {
+    if (DENSE || step >= tile.steps) return 0u;
+    const Place place = place_of(tile, step);
+    return tile.entries[place.reader * UNION_REGION + place.index * UNION_STEP + i];
+}
+
 // The loading warpgroup. Lane l of a warp knows one token of the warp's 16 in one plane: lanes 0-15 keys, 16-31 values.
 // Lookups run ahead of the copies (entry two steps, page one), because each waits for the one before.
 __device__ __forceinline__ void load(const AttnParams& p, const Tile& tile, Shared& shared, int warp, int lane) {
@@ -123,45 +128,25 @@ __device__ __forceinline__ void load(const AttnParams& p, const Tile& tile, Shar
     const int chunk = lane % CHUNKS;
     const surf_t* head = p.pool + tile.kv_head * POOL_WIDTH + chunk * 8;
 
-    auto entry_at = [&](int step) {
-        if (DENSE || step >= tile.steps) return 0u;  // an empty entry has no members
-        const Place place = place_of(tile, step);
-        return tile.entries[place.reader * UNION_REGION + place.index * UNION_STEP + own / R];
-    };
     auto token_at = [&](int step, uint32_t entry) {
         if (DENSE) return step * NT + own;
         return entry == 0 ? end : static_cast<int>(entry >> MEMBER_BITS) * R + own % R;
     };
     auto page_at = [&](int token) { return token < end ? pages[token / PAGE] : 0; };
 
-    uint32_t entry = entry_at(0), next_entry = entry_at(1);
+    uint32_t entry = entry_of(tile, 0, own / R), next_entry = entry_of(tile, 1, own / R);
     int page = page_at(token_at(0, entry));
     int item = 0;  // slots filled so far
     for (int step = 0; step < tile.steps; ++step) {
         const int token = token_at(step, entry);
-        const uint32_t members = entry & ((1u << MEMBER_BITS) - 1u);
         const uint32_t row = token < end ? static_cast<uint32_t>(page) * PAGE + token % PAGE : NOTHING;
         entry = next_entry;
         page = page_at(token_at(step + 1, entry));
-        next_entry = entry_at(step + 2);
+        next_entry = entry_of(tile, step + 2, own / R);
 #pragma unroll
         for (int plane = 0; plane < 2; ++plane, ++item) {
             const int slot = item % SLOTS;
             if (item >= SLOTS) barrier_wait(shared.empty[slot], (item / SLOTS - 1) & 1);
-            if (!DENSE && plane == 0) {
-                // a tail block reaches past some members' own positions
-                const int first = max(0, token - tile.position);
-                const uint32_t rows = first < MEMBER_BITS ? members >> first << first : 0u;
-                uint32_t own_row = 0;
-#pragma unroll
-                for (int r = 0; r < ROWS; ++r) {
-                    const uint32_t tokens = __ballot_sync(0xffffffffu, rows >> r & 1u);
-                    if (lane == r) own_row = tokens;
-                }
-                if (lane < ROWS) shared.masks[step % MASKS][lane][warp] = static_cast<unsigned short>(own_row);
-                __syncwarp();
-                if (lane == 0) barrier_arrive(shared.full[slot]);  // for the masks, which are no copies
-            }
 #pragma unroll
             for (int i = 0; i < TOKENS_A_WARP; i += TOKENS_A_COPY) {
                 const int mine = i + lane / CHUNKS;
@@ -181,9 +166,10 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return x;
 }
 
-// -inf where a row does not attend.
-__device__ __forceinline__ void mask(
-    const Shared& shared, const Tile& tile, int step, const int (&row_of)[2], int quad, float (&logits)[NT / 8][4]) {
+// -inf where a row does not attend. row_of: the rows of this lane's two operand rows. entry: sparse, entry `lane` of the
+// step. first_row: the row of the warp's first operand row.
+__device__ __forceinline__ void mask(const Tile& tile, int step, uint32_t entry, int first_row, const int (&row_of)[2],
+                                     int quad, float (&logits)[NT / 8][4]) {
     if constexpr (DENSE) {
         const int first = step * NT - tile.position;  // relative to the tile's first row
         if (first + NT - 1 <= 0) return;
@@ -193,15 +179,30 @@ __device__ __forceinline__ void mask(
             for (int i = 0; i < 4; ++i)
                 if (first + n * 8 + quad * 2 + (i & 1) > row_of[i / 2]) logits[n][i] = NEGATIVE_INFINITY;
     } else {
+        const uint32_t members = entry >> first_row;
+        // of each row, a bit an entry
+        const uint32_t first_blocks = __ballot_sync(0xffffffffu, members & 1u);
+        const uint32_t second_blocks = __ballot_sync(0xffffffffu, members & 2u);
+        const uint32_t third_blocks = __ballot_sync(0xffffffffu, members & 4u);
+        const int first = static_cast<int>(entry >> MEMBER_BITS) * R - tile.position;  // of the entry, as above
+        // a tail block reaches past some members' own positions
+        const bool tails = __any_sync(0xffffffffu, entry != 0 && first + R - 1 > 0);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {  // of the operand rows
-            const uint2 words = *reinterpret_cast<const uint2*>(shared.masks[step % MASKS][row_of[half]]);
-            const uint32_t tokens[2] = {words.x >> quad * 2, words.y >> quad * 2};
+            uint32_t own = row_of[half] == first_row ? first_blocks : second_blocks;
+            own = (row_of[half] == first_row + 2 ? third_blocks : own) >> quad * 2 / R;
 #pragma unroll
             for (int n = 0; n < NT / 8; ++n)
+                if (!(own & 1u << n * 8 / R))
+                    logits[n][half * 2] = logits[n][half * 2 + 1] = NEGATIVE_INFINITY;
+        }
+        if (!tails) return;
 #pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    if (!(tokens[n / 4] & 1u << (n % 4 * 8 + i))) logits[n][half * 2 + i] = NEGATIVE_INFINITY;
+        for (int n = 0; n < NT / 8; ++n) {
+            const int token = __shfl_sync(0xffffffffu, first, (n * 8 + quad * 2) / R) + quad * 2 % R;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (token + (i & 1) > row_of[i / 2]) logits[n][i] = NEGATIVE_INFINITY;
         }
     }
 }
@@ -264,6 +265,7 @@ __device__ __forceinline__ void compute(
     // of this lane's two operand rows; those past the last row repeat it and are not stored
     const int row_of[2] = {min(first_row + (warp * 16 + g) / GROUP, ROWS - 1),
                            min(first_row + (warp * 16 + g + 8) / GROUP, ROWS - 1)};
+    const int warp_row = first_row + warp * 16 / GROUP;
     const uint64_t q_operand = wgmma_descriptor(shared_address(q), 0);
     const uint64_t slot_operand = wgmma_descriptor(shared_address(shared.slots[0]), SLAB_BYTES);
     float result[D / 8][4] = {};
@@ -325,22 +327,26 @@ __device__ __forceinline__ void compute(
             }
         return step;
     };
+    // loaded before the products that it masks
+    auto own_entry = [&](int step) { return lane < UNION_STEP ? entry_of(tile, step, lane) : 0u; };
     int step = skip(0);
     if (step < tile.steps) {
+        const uint32_t entry = own_entry(step);
         issue_keys(step);
         wgmma_wait<0>();
         release(step * 2 % SLOTS);
-        mask(shared, tile, step, row_of, quad, logits);
+        mask(tile, step, entry, warp_row, row_of, quad, logits);
         softmax(logits, base, row_sum, correction, p.scale_log2);
         pack();
     }
     // the next step's softmax runs while this step's values are multiplied
     while (step + 1 < tile.steps && is_own(step + 1)) {
+        const uint32_t entry = own_entry(step + 1);
         issue_keys(step + 1);
         issue_values(step);
         wgmma_wait<1>();
         release((step + 1) * 2 % SLOTS);
-        mask(shared, tile, step + 1, row_of, quad, logits);
+        mask(tile, step + 1, entry, warp_row, row_of, quad, logits);
         const bool rescale = softmax(logits, base, row_sum, correction, p.scale_log2);
         wgmma_wait<0>();
         release(step * 2 % SLOTS + 1);
@@ -355,10 +361,11 @@ __device__ __forceinline__ void compute(
         release(step * 2 % SLOTS + 1);
         step = skip(step + 1);
         if (step == tile.steps) break;
+        const uint32_t entry = own_entry(step);
         issue_keys(step);
         wgmma_wait<0>();
         release(step * 2 % SLOTS);
-        mask(shared, tile, step, row_of, quad, logits);
+        mask(tile, step, entry, warp_row, row_of, quad, logits);
         if (softmax(logits, base, row_sum, correction, p.scale_log2)) rescale_result();
         pack();
     }
@@ -413,8 +420,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qsa_prefill_attn(const 
 
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < SLOTS; ++slot) {
-            // every loading thread; with keys come masks, from every loading warp
-            barrier_init(shared.full[slot], !DENSE && slot % 2 == 0 ? 128 + 4 : 128);
+            barrier_init(shared.full[slot], 128);  // every loading thread
             barrier_init(shared.empty[slot], 8);   // every computing warp
         }
     }

@@ -22,23 +22,30 @@ constexpr int THREADS = SCORE_THREADS;
 // One CTA a tile of ROW_TILE rows of one sequence. Padding rows get -inf everywhere.
 extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_score_rows_tc(
     const __grid_constant__ ScoreRowsParams p) {
+    extern __shared__ __align__(1024) unsigned char staged[];  // [QUERY_BYTES]
+    __shared__ ScoreWork work;
+    __shared__ int position;
     const int tiles = (p.rows + ROW_TILE - 1) / ROW_TILE;
-    const int b = blockIdx.x / tiles, row = blockIdx.x % tiles * ROW_TILE;
-    const Sequence sequence = sequence_of(p.live, p.past, b, p.seq_len);
-    const int in_range = min(ROW_TILE, p.rows - row), real = min(in_range, sequence.live - p.row_begin - row);
-    const int position = sequence.past + p.row_begin + row;
+    const int b = blockIdx.x / tiles, row = blockIdx.x % tiles * ROW_TILE, in_range = min(ROW_TILE, p.rows - row);
     const int64_t base = static_cast<int64_t>(b) * p.rows + row;
-    __shared__ alignas(16) surf_t queries[ROW_TILE * QUERY_STRIDE];
-    float* out = p.scores + base * p.stride;
-    const int blocks = real > 0 ? visible_blocks(position + real - 1) : 0;
-    if (blocks > 0)
-        score_tile(p.queries + base * IH * ID, real, p.pool, p.page_table, p.pages_per_seq, b, blocks, queries, out,
-                   p.stride);
+    if (threadIdx.x == 0) {
+        const Sequence sequence = sequence_of(p.live, p.past, b, p.seq_len);
+        const int real = min(in_range, sequence.live - p.row_begin - row);
+        position = sequence.past + p.row_begin + row;
+        work = {real, 0, real > 0 ? visible_blocks(position + real - 1) : 0,
+                p.page_table + (static_cast<int64_t>(b) * 2 + 1) * p.pages_per_seq, p.scores + base * p.stride};
+    }
+    __syncthreads();
+    if (work.end > 0) {
+        stage_queries(p.queries + base * IH * ID, work.rows, staged);
+        __syncthreads();
+        score_blocks<false>(staged, work, p.pool, p.stride);
+    }
     __syncthreads();
     for (int r = 0; r < in_range; ++r) {
-        const int visible = r < real ? visible_blocks(position + r) : 0;
+        const int visible = r < work.rows ? visible_blocks(position + r) : 0;
         for (int block = visible + threadIdx.x; block < p.stride; block += THREADS)
-            out[static_cast<int64_t>(r) * p.stride + block] = NEGATIVE_INFINITY;
+            work.out[static_cast<int64_t>(r) * p.stride + block] = NEGATIVE_INFINITY;
     }
 }
 

@@ -1,12 +1,13 @@
 // Stages 4 and 5 of prefill in one launch (`select_tiles`), and selection alone on given scores (`select_rows`).
 //
-// CTAs are as many as fit the GPU; each walks over tiles of ROW_TILE sparse rows, scores a tile into a scratch of its
-// own and selects from there while the scores are in cache. The scratch has CTAs * ROW_TILE rows whatever seq_len is.
+// CTAs are as many as fit the GPU; each walks over tiles of ROW_TILE sparse rows. A tile's blocks come in chunks: all
+// warps score a chunk into a scratch of the CTA, then each selects from it for rows of its own while the scores are in
+// cache. The scratch grows with the number of CTAs, not with the number of rows, nor, past a chunk, with their length.
 #include "prefill_score.cuh"
 #include "prefill_select.cuh"
 
 constexpr int THREADS = SCORE_THREADS;
-constexpr int WARPS = SCORE_WARPS;
+constexpr int WARPS = THREADS / 32;
 
 struct SelectTilesParams {
     const surf_t* queries;   // [batch, rows, IH, ID], as qprep_rows stores them
@@ -14,75 +15,76 @@ struct SelectTilesParams {
     const int* page_table;   // [batch, 2, pages_per_seq]
     const int* live;         // [batch]
     const int* past;         // [batch], or null: 0
-    float* scratch;          // [CTAs, ROW_TILE, stride]
+    float* scratch;          // [CTAs, ROW_TILE, chunk + 2 * candidates]: keys; keys and ids of candidates
     int* lists;              // [batch, rows, BUDGET_BLOCKS] out, rows of dense rows stay unwritten
     int batch;
     int seq_len;
     int pages_per_seq;
     int row_begin;           // first row of the range: a row that is dense for every sequence is not in it
     int rows;
-    int stride;              // a multiple of BLOCK_TILE, at least the blocks of the longest row
+    int chunk;               // blocks; a multiple of BLOCK_TILE
+    int candidates;          // 0 if a chunk holds the longest row, else MAX_CANDIDATES + chunk
 };
 
-// ROW_TILE rows of one sequence.
-struct RowTile {
-    int b;
-    int row;       // the first, counted in the range
-    int rows;      // real ones; 0 if none is sparse
-    int position;  // of the first row
-    int64_t base;  // of the first row in `queries` and `lists`
+// A chunk of the blocks of ROW_TILE rows of one sequence.
+struct Work {
+    ScoreWork score;  // the chunk, and the real rows
+    int index;        // of the tile
+    int position;     // of the first row
+    int blocks;       // that the last row sees
+    int64_t base;     // of the first row in `queries` and `lists`
 };
 
-__device__ __forceinline__ RowTile row_tile(const SelectTilesParams& p, int index) {
+// One thread: the next chunk, of this tile or of the next that has a sparse row. False if there is none.
+__device__ __forceinline__ bool next_work(const SelectTilesParams& p, Work& work) {
     const int tiles = (p.rows + ROW_TILE - 1) / ROW_TILE;
-    RowTile tile;
-    tile.b = index / tiles;
-    tile.row = index % tiles * ROW_TILE;
-    const Sequence sequence = sequence_of(p.live, p.past, tile.b, p.seq_len);
-    tile.position = sequence.past + p.row_begin + tile.row;
-    tile.rows = min(min(ROW_TILE, p.rows - tile.row), sequence.live - p.row_begin - tile.row);
-    if (tile.rows <= 0 || visible_blocks(tile.position + tile.rows - 1) <= BUDGET_BLOCKS) tile.rows = 0;
-    tile.base = static_cast<int64_t>(tile.b) * p.rows + tile.row;
-    return tile;
-}
-
-__device__ __forceinline__ float* own_scratch(const SelectTilesParams& p) {
-    return p.scratch + static_cast<int64_t>(blockIdx.x) * ROW_TILE * p.stride;
-}
-
-__device__ __forceinline__ void score_half(const SelectTilesParams& p, int index, surf_t* staged) {
-    const RowTile tile = row_tile(p, index);
-    if (tile.rows > 0)
-        score_tile(p.queries + tile.base * (IH * ID), tile.rows, p.pool, p.page_table, p.pages_per_seq, tile.b,
-                   visible_blocks(tile.position + tile.rows - 1), staged, own_scratch(p), p.stride);
-}
-
-__device__ __forceinline__ void select_half(const SelectTilesParams& p, int index, uint32_t (*histogram)[BINS]) {
-    const RowTile tile = row_tile(p, index);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int r = warp; r < tile.rows; r += WARPS) {
-        const int blocks = visible_blocks(tile.position + r);
-        if (blocks > BUDGET_BLOCKS)  // a sparse row
-            select_row(own_scratch(p) + static_cast<int64_t>(r) * p.stride, blocks, histogram[warp],
-                       p.lists + (tile.base + r) * BUDGET_BLOCKS, lane);
+    work.score.begin += p.chunk;
+    while (work.score.begin >= work.blocks) {
+        work.index += gridDim.x;
+        if (work.index >= p.batch * tiles) return false;
+        const int b = work.index % p.batch;
+        const int row = (tiles - 1 - work.index / p.batch) * ROW_TILE;  // the longest tiles first
+        const Sequence sequence = sequence_of(p.live, p.past, b, p.seq_len);
+        const int rows = min(min(ROW_TILE, p.rows - row), sequence.live - p.row_begin - row);
+        work.position = sequence.past + p.row_begin + row;
+        work.base = static_cast<int64_t>(b) * p.rows + row;
+        work.blocks = rows > 0 ? visible_blocks(work.position + rows - 1) : 0;
+        if (work.blocks <= BUDGET_BLOCKS) work.blocks = 0;
+        work.score.rows = rows;
+        work.score.begin = 0;
+        work.score.v_pages = p.page_table + (static_cast<int64_t>(b) * 2 + 1) * p.pages_per_seq;
     }
+    work.score.end = min(work.score.begin + p.chunk, work.blocks);
+    return true;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_select_tiles(
     const __grid_constant__ SelectTilesParams p) {
-    __shared__ union {
-        alignas(16) surf_t queries[ROW_TILE * QUERY_STRIDE];
-        alignas(16) uint32_t histogram[WARPS][BINS];
-    } shared;
-    const int tiles = p.batch * ((p.rows + ROW_TILE - 1) / ROW_TILE);
-    for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
-        score_half(p, index, shared.queries);
+    extern __shared__ __align__(1024) unsigned char shared[];  // queries [QUERY_BYTES], or histograms [WARPS, BINS]
+    __shared__ RowState states[ROW_TILE];
+    __shared__ Work work;
+    if (threadIdx.x == 0) {
+        work.index = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
+        work.score.begin = work.blocks = 0;
+        work.score.out = p.scratch + static_cast<int64_t>(blockIdx.x) * ROW_TILE * (p.chunk + 2 * p.candidates);
+    }
+    while (__syncthreads_or(threadIdx.x == 0 && next_work(p, work))) {
+        stage_queries(p.queries + work.base * (IH * ID), work.score.rows, shared);
         __syncthreads();
-        // the halves share nothing but the index, hidden from the compiler: scoring needs all registers for itself
-        int again = index;
-        asm volatile("" : "+r"(again));
-        select_half(p, again, shared.histogram);
+        score_blocks<true>(shared, work.score, p.pool, p.chunk);
+        __syncthreads();
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+        for (int r = warp; r < work.score.rows; r += WARPS) {
+            const int blocks = visible_blocks(work.position + r);
+            if (blocks <= BUDGET_BLOCKS) continue;  // not a sparse row
+            uint32_t* keys = reinterpret_cast<uint32_t*>(work.score.out) + ROW_TILE * p.chunk + r * 2 * p.candidates;
+            const int first = work.score.begin;
+            select_chunk(reinterpret_cast<uint32_t*>(work.score.out) + r * p.chunk, first, max(0, min(p.chunk, blocks - first)),
+                         work.score.end == work.blocks, keys, reinterpret_cast<int*>(keys + p.candidates), states[r],
+                         reinterpret_cast<uint32_t*>(shared) + warp * BINS,
+                         p.lists + (work.base + r) * BUDGET_BLOCKS, lane);
+        }
         __syncthreads();
     }
 }
@@ -96,10 +98,12 @@ struct SelectRowsParams {
 };
 
 // One warp a row.
-extern "C" __global__ void __launch_bounds__(THREADS) qsa_select_rows(const __grid_constant__ SelectRowsParams p) {
-    __shared__ alignas(16) uint32_t histogram[WARPS][BINS];
+constexpr int ROW_WARPS = 8;
+extern "C" __global__ void __launch_bounds__(ROW_WARPS * 32) qsa_select_rows(const __grid_constant__ SelectRowsParams p) {
+    __shared__ alignas(16) uint32_t histogram[ROW_WARPS][BINS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t row = static_cast<int64_t>(blockIdx.x) * WARPS + warp;
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * ROW_WARPS + warp;
     if (row < p.rows)
-        select_row(p.scores + row * p.stride, p.counts[row], histogram[warp], p.lists + row * BUDGET_BLOCKS, lane);
+        select_row<false>(Scores{p.scores + row * p.stride}, nullptr, p.counts[row], histogram[warp],
+                          p.lists + row * BUDGET_BLOCKS, lane);
 }

@@ -20,15 +20,31 @@ struct WriteParams {
     float eps;
 };
 
-constexpr int WARPS = 4;
+constexpr int WARPS = 7;    // 24 + 2 + 2 heads: four a warp
+constexpr int CTAS = ROTARY > 64 ? 3 : 4;  // an SM, without spills
+constexpr int AT_ONCE = 4;
 constexpr int E = D / 32;
 constexpr int HEADS = HQ + 2 * HKV;
-constexpr int AT_ONCE = 2;
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 6) qsa_prefill_write(const __grid_constant__ WriteParams p) {
+struct alignas(E * sizeof(surf_t)) Piece {  // a lane's elements of a head
+    surf_t x[E];
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) qsa_prefill_write(
+    const __grid_constant__ WriteParams p) {
     __shared__ float buffer[WARPS][ROTARY];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t token = blockIdx.x;
+    const surf_t* row = p.qkv + token * QKV_WIDTH;
+    // the first heads are under way before anything is known of the token; those of padding rows are not looked at
+    Piece pieces[AT_ONCE];
+    auto load = [&](int first) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (first + i * WARPS < HEADS)
+                pieces[i] = *reinterpret_cast<const Piece*>(row + (first + i * WARPS) * D + lane * E);
+    };
+    load(warp);
     const int b = blockIdx.x / p.seq_len, s = blockIdx.x % p.seq_len;
     const Sequence sequence = sequence_of(p.live, p.past, b, p.seq_len);
     surf_t* queries = p.q_out + token * HQ * D;
@@ -40,10 +56,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 6) qsa_prefill_write(co
     const int t = sequence.past + s;
     Rope<E> rope;
     load_rope(rope, p.rope + static_cast<int64_t>(t) * ROTARY, lane);
-    float q_gamma[E], k_gamma[E];
-    load_row(p.q_gamma, lane, q_gamma);
-    load_row(p.k_gamma, lane, k_gamma);
-    const surf_t* row = p.qkv + token * QKV_WIDTH;
     surf_t* kv_rows[2];  // of KV head 0, in both planes
 #pragma unroll
     for (int plane = 0; plane < 2; ++plane)
@@ -51,23 +63,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 6) qsa_prefill_write(co
             p.pool + pool_offset(page_of(p.page_table, p.pages_per_seq, b, plane, t), t % PAGE, 0);
 #pragma unroll 1
     for (int first = warp; first < HEADS; first += WARPS * AT_ONCE) {
-        float x[AT_ONCE][E];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-            if (first + i * WARPS < HEADS) load_row(row + (first + i * WARPS) * D, lane, x[i]);
+        if (first != warp) load(first);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             const int head = first + i * WARPS;
             if (head >= HEADS) break;
+            float x[E];
+#pragma unroll
+            for (int e = 0; e < E; ++e) x[e] = to_float(pieces[i].x[e]);
             if (head < HQ + HKV) {
-                if (head < HQ) warp_norm_main(x[i], q_gamma, p.eps);
-                else warp_norm_main(x[i], k_gamma, p.eps);
-                warp_rope(x[i], rope, buffer[warp], lane);
+                warp_norm_main(x, head < HQ ? p.q_gamma : p.k_gamma, lane, p.eps);
+                warp_rope(x, rope, buffer[warp], lane);
             }
             surf_t* out = head < HQ         ? queries + head * D
                           : head < HQ + HKV ? kv_rows[0] + (head - HQ) * POOL_WIDTH
                                             : kv_rows[1] + (head - HQ - HKV) * POOL_WIDTH;
-            store_row(out, lane, x[i]);
+            store_row(out, lane, x);
         }
     }
 }

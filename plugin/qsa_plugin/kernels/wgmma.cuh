@@ -1,4 +1,4 @@
-// Hopper's warpgroup products (sm_90a) with fp32 accumulators, as far as prefill attention needs them.
+// Hopper's warpgroup products (sm_90a) with fp32 accumulators, as far as prefill needs them.
 //
 // Accumulator of m64nN: warp w of the warpgroup has rows [16w, 16w + 16), in them d[4j .. 4j+3] are those of an m16n8
 // fragment (mma_16816) of columns [8j, 8j + 8). A left operand in registers is the fragment of mma_16816 as well.
@@ -12,12 +12,21 @@
 #define WGMMA_TYPES ".f32.f16.f16"
 #endif
 
+// Between writes to shared memory that this thread has made or waited for, and the products' reads of them.
+__device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Orders register and generic-proxy writes of this warpgroup before its products.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// After a wait: no use of the accumulators is moved ahead of it.
+template <int N>
+__device__ __forceinline__ void wgmma_results(float (&d)[N][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * N; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
 }
 
 // Descriptor of an operand in shared memory: slabs of 64 elements (128 bytes) a row, rows of a slab contiguous, 16-byte
@@ -41,6 +50,19 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[8][4], uint64_t a, uint64_t 
         : WGMMA_TILE(d[0]), WGMMA_TILE(d[1]), WGMMA_TILE(d[2]), WGMMA_TILE(d[3]), WGMMA_TILE(d[4]),
           WGMMA_TILE(d[5]), WGMMA_TILE(d[6]), WGMMA_TILE(d[7])
         : "l"(a), "l"(b), "r"(add));
+}
+
+// d += a b: a [64, 16] in registers, b [16, 64] in shared memory, K-major.
+__device__ __forceinline__ void wgmma_rs_64(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16" WGMMA_TYPES " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "
+        "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+        : WGMMA_TILE(d[0]), WGMMA_TILE(d[1]), WGMMA_TILE(d[2]), WGMMA_TILE(d[3]), WGMMA_TILE(d[4]),
+          WGMMA_TILE(d[5]), WGMMA_TILE(d[6]), WGMMA_TILE(d[7])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 #if QSA_D == 64
