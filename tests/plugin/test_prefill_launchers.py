@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qsa_plugin.prefill_launchers import attn_tile, score_stride
+from qsa_plugin.prefill_launchers import score_stride
+from qsa_plugin.prefill_tiles import attn_tile
 from qsa_plugin.specialisation import ARCHES, SPECIALISATIONS, shared_limit
 from qsa_plugin.workspace import BLOCK_TILE, MAX_UNION_ROWS
 
