@@ -19,6 +19,12 @@ from .external_data import PACKED_BITS, is_external, stored_bytes
 from .graph_index import subgraphs
 
 _EXPORT_AGAIN = "export the model again"
+#: Fewest inputs of operators that the patcher reads and onnx has no schema for.
+_FEWEST_INPUTS = {
+    "SimplifiedLayerNormalization": 2, "FusedMatMul": 2, "MatMulNBits": 3, "MatMulIntegerToFloat": 4,
+    "DynamicQuantizeMatMul": 3, "MultiHeadAttention": 1, "GroupQueryAttention": 7, "SparseAttentionIndexer": 7,
+    "DynamicSparseAttention": 11,
+}  # fmt: skip
 
 
 def check_well_formed(model: onnx.ModelProto, folder: Path) -> tuple[str, ...]:
@@ -88,7 +94,7 @@ def _fewest_operands(op_type: str, domain: str, version: int) -> tuple[int, int]
     try:
         schema = onnx.defs.get_schema(op_type, version, domain)
     except onnx.defs.SchemaError:
-        return 0, 1
+        return _FEWEST_INPUTS.get(op_type, 0), 1
     return schema.min_input, max(1, schema.min_output)
 
 
