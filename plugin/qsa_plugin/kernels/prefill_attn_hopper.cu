@@ -166,8 +166,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return x;
 }
 
-// -inf where a row does not attend. row_of: the rows of this lane's two operand rows. entry: sparse, entry `lane` of the
-// step. first_row: the row of the warp's first operand row.
+// -inf where a row does not attend. row_of: the rows of this lane's two operand rows. entry: sparse, entry `lane` of
+// the step. first_row: the row of the warp's first operand row.
 __device__ __forceinline__ void mask(const Tile& tile, int step, uint32_t entry, int first_row, const int (&row_of)[2],
                                      int quad, float (&logits)[NT / 8][4]) {
     if constexpr (DENSE) {

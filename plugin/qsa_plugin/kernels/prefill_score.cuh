@@ -112,7 +112,8 @@ __device__ __forceinline__ void stage_queries(const surf_t* queries, int rows, u
     }
 }
 
-// Scores of a piece of work, or their sort keys (KEYS); the number of blocks is rounded up to BLOCK_TILE, what lies there is garbage.
+// Scores of a piece of work, or their sort keys (KEYS). The number of blocks is rounded up to BLOCK_TILE; what lies
+// there is garbage.
 template <bool KEYS>
 __device__ __forceinline__ void score_blocks(
     const unsigned char* staged, const volatile ScoreWork& work, const surf_t* pool, int stride) {
@@ -124,7 +125,8 @@ __device__ __forceinline__ void score_blocks(
         KeyOperands keys;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // this lane's pieces of block first + g + 8 i
-            const surf_t* from = sixteen_keys(pool, work, first + i / 2 * 16) + (g + i % 2 * 8) * KEY_STRIDE + 8 * t;
+            const surf_t* from =
+                sixteen_keys(pool, work, first + i / 2 * 16) + (g + i % 2 * 8) * KEY_STRIDE + 8 * t;
 #pragma unroll
             for (int j = 0; j < PIECES; ++j) {
                 const uint4 piece = *reinterpret_cast<const uint4*>(from + 32 * j);

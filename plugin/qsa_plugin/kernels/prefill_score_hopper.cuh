@@ -66,7 +66,8 @@ __device__ __forceinline__ void score_heads(
             for (int i = 0; i < 16; ++i) four[i / 4][i % 4] += pair_sum[i / 4][i % 4];
         }
 #pragma unroll
-        for (int i = 0; i < 16; ++i) sum[i / 4][i % 4] = pair == 0 ? four[i / 4][i % 4] : sum[i / 4][i % 4] + four[i / 4][i % 4];
+        for (int i = 0; i < 16; ++i)
+            sum[i / 4][i % 4] = pair == 0 ? four[i / 4][i % 4] : sum[i / 4][i % 4] + four[i / 4][i % 4];
     }
 }
 
@@ -93,7 +94,8 @@ __device__ __forceinline__ void score_blocks(
         for (int j = 0; j < PIECES; ++j) {
             const uint4 one = pieces[0][j], other = pieces[1][j];
             keys[2 * j][0] = one.x, keys[2 * j][1] = other.x, keys[2 * j][2] = one.y, keys[2 * j][3] = other.y;
-            keys[2 * j + 1][0] = one.z, keys[2 * j + 1][1] = other.z, keys[2 * j + 1][2] = one.w, keys[2 * j + 1][3] = other.w;
+            keys[2 * j + 1][0] = one.z, keys[2 * j + 1][1] = other.z;
+            keys[2 * j + 1][2] = one.w, keys[2 * j + 1][3] = other.w;
         }
         float sum[4][4];
         score_heads(sum, keys, queries);

@@ -78,9 +78,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_select_til
         for (int r = warp; r < work.score.rows; r += WARPS) {
             const int blocks = visible_blocks(work.position + r);
             if (blocks <= BUDGET_BLOCKS) continue;  // not a sparse row
-            uint32_t* keys = reinterpret_cast<uint32_t*>(work.score.out) + ROW_TILE * p.chunk + r * 2 * p.candidates;
+            uint32_t* chunks = reinterpret_cast<uint32_t*>(work.score.out);
+            uint32_t* keys = chunks + ROW_TILE * p.chunk + r * 2 * p.candidates;
             const int first = work.score.begin;
-            select_chunk(reinterpret_cast<uint32_t*>(work.score.out) + r * p.chunk, first, max(0, min(p.chunk, blocks - first)),
+            select_chunk(chunks + r * p.chunk, first, max(0, min(p.chunk, blocks - first)),
                          work.score.end == work.blocks, keys, reinterpret_cast<int*>(keys + p.candidates), states[r],
                          reinterpret_cast<uint32_t*>(shared) + warp * BINS,
                          p.lists + (work.base + r) * BUDGET_BLOCKS, lane);
@@ -99,7 +100,8 @@ struct SelectRowsParams {
 
 // One warp a row.
 constexpr int ROW_WARPS = 8;
-extern "C" __global__ void __launch_bounds__(ROW_WARPS * 32) qsa_select_rows(const __grid_constant__ SelectRowsParams p) {
+extern "C" __global__ void __launch_bounds__(ROW_WARPS * 32) qsa_select_rows(
+    const __grid_constant__ SelectRowsParams p) {
     __shared__ alignas(16) uint32_t histogram[ROW_WARPS][BINS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * ROW_WARPS + warp;

@@ -117,8 +117,8 @@ struct Slice {
     int wanted, inside;
 };
 
-// Narrows a slice to one of BINS: 1 << shift keys each from `floor` on; the end bins take what lies beyond. WHOLE: every
-// key is in the slice. histogram: BINS words of shared memory of this warp, 16-byte aligned.
+// Narrows a slice to one of BINS: 1 << shift keys each from `floor` on; the end bins take what lies beyond. WHOLE: all
+// keys are in the slice. histogram: BINS words of shared memory of this warp, 16-byte aligned.
 template <bool WHOLE, class Row>
 __device__ __forceinline__ void narrow(
     Slice& slice, const Row& row, int count, uint32_t floor, int shift, uint32_t* histogram, int lane) {
@@ -219,8 +219,8 @@ __device__ __forceinline__ uint32_t lanes_below(uint32_t counts, int lane, uint3
 }
 
 // Appends the keys that a threshold takes, and their ids, to a list of `taken`, in their order; returns its length.
-// ids: [count] if LISTED, else key i has id first_id + i. to_keys: may be null, then only ids are stored. The list may be
-// the one that is read: nothing is written ahead of what was read.
+// ids: [count] if LISTED, else key i has id first_id + i. to_keys: may be null, then only ids are stored. The list may
+// be the one that is read: nothing is written ahead of what was read.
 template <bool LISTED, class Row>
 __device__ __forceinline__ int append(const Row& row, const int* ids, int first_id, int count, Threshold threshold,
                                       uint32_t* to_keys, int* to_ids, int taken, int lane) {
