@@ -14,6 +14,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
+from qsa_plugin.contract import EDGE_LLM_DOMAIN, ONNX_DOMAIN
+
 from . import shape_values
 from .external_data import is_external, read_tensor
 
@@ -26,6 +28,16 @@ _FOLDED_OPS = frozenset(
 )
 
 
+STANDARD_DOMAINS = frozenset({"", "ai.onnx"})
+_PLAIN_DOMAINS = STANDARD_DOMAINS | {ONNX_DOMAIN, EDGE_LLM_DOMAIN}
+#: onnxruntime's own operators that the patcher knows; others of its operators have names that ONNX uses otherwise.
+_CONTRIB_OPS = frozenset(
+    {"SimplifiedLayerNormalization", "FusedMatMul", "MatMulNBits", "MatMulIntegerToFloat", "DynamicQuantizeMatMul"}
+    | {"MultiHeadAttention", "GroupQueryAttention", "SparseAttentionIndexer", "DynamicSparseAttention"}
+    | {"PackedSparseAttentionIndexer", "SparsePagedAttention", "QuantizeLinear", "DequantizeLinear"}
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Node:
     """One node of the graph, hashable by identity."""
@@ -35,10 +47,12 @@ class Node:
     #: Every tensor the node reads, those that its If, Loop or Scan bodies take from outside included.
     reads: tuple[str, ...]
 
-    @property
+    @cached_property
     def op(self) -> str:
-        """Operator type, without its domain."""
-        return self.proto.op_type
+        """Operator type; its domain in front where that is not ONNX's, nor onnxruntime's for what is known here."""
+        name, domain = self.proto.op_type, self.proto.domain
+        known = domain in _PLAIN_DOMAINS or (domain == "com.microsoft" and name in _CONTRIB_OPS)
+        return name if known else f"{domain}::{name}"
 
     @property
     def inputs(self) -> Sequence[str]:
@@ -213,7 +227,7 @@ class GraphIndex:
             return self._load(value) if isinstance(value, onnx.TensorProto) else _constant_value(node)
         if node.op == "Identity":
             return self.constant(node.inputs[0])
-        if node.op not in _FOLDED_OPS or node.proto.domain not in ("", "ai.onnx"):
+        if node.op not in _FOLDED_OPS or node.proto.domain not in STANDARD_DOMAINS:
             return None
         values = {t: v for t in node.inputs if t and (v := self.constant(t)) is not None}
         return _evaluate(node.proto, values) if values.keys() == {t for t in node.inputs if t} else None

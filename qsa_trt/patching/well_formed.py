@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -31,8 +32,9 @@ def check_well_formed(model: onnx.ModelProto, folder: Path) -> tuple[str, ...]:
     """Check nodes and tensors; returns the locations of external data, relative to `folder`.
 
     Raises:
-        InputError: a node without a legal name or with too few operands, a tensor of an unknown type or whose data is
-            shorter or longer than its dims say, or external data that is missing, too short, or outside `folder`.
+        InputError: a node without a legal name, with too few or too many operands, a tensor of an unknown type or whose
+            data is shorter or longer than its dims say, or external data that is missing, too short, or outside
+            `folder`.
     """
     versions = {entry.domain: entry.version for entry in model.opset_import}
     locations: dict[str, None] = {}
@@ -78,24 +80,26 @@ def _check_node(node: onnx.NodeProto, versions: dict[str, int]) -> None:
     if not all(isinstance(name, str) for name in names):  # protobuf hands out what is no UTF-8 as bytes
         raise InputError(f"node {node.name!r}", "a name that is no UTF-8 text", "names in UTF-8", _EXPORT_AGAIN)
     label = f"node {node.name or next(iter(node.output), '')} ({node.op_type})"
-    inputs, outputs = _fewest_operands(node.op_type, node.domain, versions.get(node.domain, 0))
-    if len(node.input) < inputs:
-        raise InputError(label, f"{len(node.input)} inputs", f"at least {inputs}", _EXPORT_AGAIN)
-    if len(node.output) < outputs:
-        raise InputError(label, f"{len(node.output)} outputs", f"at least {outputs}", _EXPORT_AGAIN)
+    limits = _operand_limits(node.op_type, node.domain, versions.get(node.domain, 0))
+    counts = (("inputs", len(node.input)), ("outputs", len(node.output)))
+    for (kind, count), (fewest, most) in zip(counts, limits, strict=True):
+        if count < fewest:
+            raise InputError(label, f"{count} {kind}", f"at least {fewest}", _EXPORT_AGAIN)
+        if count > most:
+            raise InputError(label, f"{count} {kind}", f"at most {most}", _EXPORT_AGAIN)
     for attribute in node.attribute:  # onnx's shape inference reads past the end of the outputs otherwise
         if node.op_type == "Split" and attribute.name == "num_outputs" and attribute.i != len(node.output):
             raise InputError(label, f"num_outputs {attribute.i}", f"{len(node.output)}, its outputs", _EXPORT_AGAIN)
 
 
 @cache
-def _fewest_operands(op_type: str, domain: str, version: int) -> tuple[int, int]:
-    """Fewest inputs and outputs of an operator; every node makes something, whatever its operator."""
+def _operand_limits(op_type: str, domain: str, version: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(fewest, most) inputs and outputs of an operator; every node makes something, whatever its operator."""
     try:
         schema = onnx.defs.get_schema(op_type, version, domain)
     except onnx.defs.SchemaError:
-        return _FEWEST_INPUTS.get(op_type, 0), 1
-    return schema.min_input, max(1, schema.min_output)
+        return (_FEWEST_INPUTS.get(op_type, 0), sys.maxsize), (1, sys.maxsize)
+    return (schema.min_input, schema.max_input), (max(1, schema.min_output), schema.max_output)
 
 
 def _size(tensor: TensorProto) -> int | None:

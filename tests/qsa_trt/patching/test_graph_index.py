@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from qsa_trt.patching.graph_index import SMALL, GraphIndex
+from qsa_trt.patching.graph_index import SMALL, GraphIndex, Node
 
 
 def index(nodes: list[onnx.NodeProto], outputs: list[str], **constants: object) -> GraphIndex:
@@ -130,3 +130,19 @@ def test_names_made_up_by_inference_are_unknown() -> None:
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["unk__7", "seq", 3]) for name in "xy")
     graph = helper.make_graph([make("Neg", "x", "y")], "g", [x], [y])
     assert GraphIndex(helper.make_model(graph)).shape("y") == (None, "seq", 3)
+
+
+@pytest.mark.parametrize(
+    ("domain", "op", "expected"),
+    [
+        ("", "Relu", "Relu"),
+        ("ai.onnx", "Relu", "Relu"),
+        ("my.ops", "Relu", "my.ops::Relu"),
+        ("com.microsoft", "FusedMatMul", "FusedMatMul"),
+        ("com.microsoft", "Attention", "com.microsoft::Attention"),
+    ],
+)
+def test_operators_of_other_domains_have_other_names(domain: str, op: str, expected: str) -> None:
+    """onnxruntime's Attention is not ONNX's, and a Relu of one's own may do anything."""
+    proto = helper.make_node(op, ["x"], ["y"], name="n", domain=domain)
+    assert (Node(0, proto, ("x",)).op, Node(0, proto, ("x",)).label) == (expected, f"n ({expected})")

@@ -61,6 +61,10 @@ def _wrong_count(model: onnx.ModelProto) -> None:
     model.graph.initializer[0].float_data[:] = [1.0, 2.0]
 
 
+def _too_many(model: onnx.ModelProto) -> None:
+    model.graph.node[0].input.append("w")
+
+
 def _contrib_node(model: onnx.ModelProto) -> None:
     """onnx has no schema of onnxruntime's operators."""
     node = helper.make_node("FusedMatMul", ["w"], ["fused"], name="product", domain="com.microsoft")
@@ -80,6 +84,7 @@ def _uneven_split(model: onnx.ModelProto) -> None:
         (_no_outputs, "node add (Add): got 0 outputs; expected at least 1"),
         (_unknown_type, "tensor w: got element type 99; expected a type of this onnx package"),
         (_wrong_dims, "tensor w: got 16 bytes; expected 20 bytes for dims [5]"),
+        (_too_many, "node add (Add): got 3 inputs; expected at most 2"),
         (_contrib_node, "node product (FusedMatMul): got 1 inputs; expected at least 2"),
         (_uneven_split, "node halves (Split): got num_outputs 1; expected 2, its outputs"),
         (_wrong_count, "tensor w: got 2 elements; expected 4 for dims [4]"),
