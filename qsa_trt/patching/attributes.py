@@ -148,9 +148,9 @@ class _Reader:
         if mean is not None and mean.op == "ReduceMean":
             shape = self.index.shape(mean.inputs[0])
             axes = mean.attribute("axes") or (self.index.integers(mean.inputs[1]) if len(mean.inputs) > 1 else None)
-            known = shape is not None and axes and axes[0] is not None and -len(shape) <= axes[0] < len(shape)
-            ratio = shape[axes[0]] if known else None
-            if isinstance(ratio, int):
+            dims = dict(enumerate(shape or ()))
+            dims |= {i - len(dims): dim for i, dim in dims.items()}  # as axes may count, from the end
+            if axes and isinstance(ratio := dims.get(axes[0]), int):
                 yield Finding(ratio, f"block axis of {mean.label}")
         for node in sorted(self.cut.sides | self.cut.nodes, key=lambda n: n.position):
             if node.op == "Div" and any(r.op == "Floor" for r in self.index.readers(node.output)):
