@@ -13,7 +13,7 @@ from qsa_plugin.errors import ContractError
 
 from .anchors import last_axis_slice, refuse
 from .config import KEYS, Config, config_value
-from .graph_index import GraphIndex, Node
+from .graph_index import Dim, GraphIndex, Node
 from .verify import PlainCut
 
 _VIEWS = frozenset({"Transpose", "Reshape", "Cast", "Identity", "Squeeze", "Unsqueeze", "Expand"})
@@ -148,8 +148,8 @@ class _Reader:
         if mean is not None and mean.op == "ReduceMean":
             shape = self.index.shape(mean.inputs[0])
             axes = mean.attribute("axes") or (self.index.integers(mean.inputs[1]) if len(mean.inputs) > 1 else None)
-            dims = dict(enumerate(shape or ()))
-            dims |= {i - len(dims): dim for i, dim in dims.items()}  # as axes may count, from the end
+            dims: dict[int | None, Dim] = dict(enumerate(shape or ()))
+            dims |= {i - len(dims): dim for i, dim in enumerate(shape or ())}  # as axes may count, from the end
             if axes and isinstance(ratio := dims.get(axes[0]), int):
                 yield Finding(ratio, f"block axis of {mean.label}")
         for node in sorted(self.cut.sides | self.cut.nodes, key=lambda n: n.position):
