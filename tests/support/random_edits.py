@@ -236,6 +236,35 @@ def attribute_changed(model: onnx.ModelProto, rng: random.Random) -> None:
         attribute.i = rng.choice([-2, -1, 0, 1, 2])
 
 
+# --- damage, which may leave no legal graph at all
+
+
+def damaged(model: onnx.ModelProto, rng: random.Random) -> None:
+    """A node loses or gets an operand, loses an attribute or an output, or becomes another operator."""
+    n, nodes = rng.choice(model.graph.node), model.graph.node
+    damage = rng.choice(
+        ["no name", "operand gone", "operand more", "weight", "attribute gone", "number", "output gone", "op"]
+    )
+    if damage == "op":
+        n.op_type = rng.choice(nodes).op_type
+    elif damage == "operand more":
+        n.input.append(rng.choice(nodes).output[0])
+    elif damage == "output gone" and len(n.output) > 1:
+        n.output.pop()
+    elif damage in ("attribute gone", "number") and n.attribute:
+        attribute = rng.choice(n.attribute)
+        if damage == "number":
+            attribute.i = rng.choice([-9, -1, 0, 1, 99])
+        else:
+            n.attribute.remove(attribute)
+    elif n.input:
+        position = rng.randrange(len(n.input))
+        if damage == "operand gone":
+            del n.input[position]
+        else:
+            n.input[position] = "" if damage == "no name" else rng.choice(model.graph.initializer).name
+
+
 NEUTRAL: dict[str, Edit] = {
     e.__name__: e for e in (renamed, reordered, decoys, sprinkled, constants, other_projections, bare)
 }

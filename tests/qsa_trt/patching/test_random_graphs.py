@@ -12,13 +12,16 @@ import onnxruntime
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from qsa_plugin.errors import InputError, RefusedError
+from qsa_plugin.errors import InputError, QsaError, RefusedError
 from qsa_trt.patching.well_formed import check_well_formed
 from qsa_trt.recording import open_session
-from tests.support.compare import BOUND, errors, feeds
+from tests.support.compare import BOUND, errors, feeds, patch
+from tests.support.forms import as_sparse_ops
 from tests.support.graphs import load
+from tests.support.mutations import Mutate
 from tests.support.originals import MODELS
-from tests.support.random_edits import CHANGING, NEUTRAL
+from tests.support.projections import as_form, n_bits, packed
+from tests.support.random_edits import CHANGING, NEUTRAL, damaged
 
 Edits = list[tuple[str, int]]
 CONFIG = MODELS / "qsa_lm.config.json"
@@ -75,3 +78,32 @@ def test_edits_that_keep_the_answer(edits: Edits) -> None:
 @given(neutral | st.just([]), changing, st.booleans())
 def test_edits_that_may_change_the_answer(before: Edits, edit: tuple[str, int], config: bool) -> None:
     assert outcome([edit, *before], config=config) in ("equal", "refused")
+
+
+FORMS = {
+    "plain": load,
+    "com.microsoft": as_sparse_ops,
+    "com.microsoft, older": lambda: as_sparse_ops("old"),
+    "quantised": lambda: _other(as_form(n_bits)),
+    "packed": lambda: _other(packed()),
+}
+
+
+def _other(change: Mutate) -> onnx.ModelProto:
+    model = load()
+    change(model)
+    return model
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(sorted(FORMS)), st.lists(SEEDS, min_size=1, max_size=3))
+def test_damage_is_patched_or_refused(form: str, seeds: list[int]) -> None:
+    """Whatever is wrong with a file, a user reads one line."""
+    model = FORMS[form]()
+    for seed in seeds:
+        damaged(model, random.Random(seed))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            patch(model, Path(folder), dry_run=True)
+        except QsaError as error:
+            assert len(str(error).splitlines()) == 1
