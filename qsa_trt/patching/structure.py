@@ -105,7 +105,7 @@ def selects_by_topk(index: GraphIndex, softmax: Node) -> bool:
         seen.add(node)
         topk |= node.op == "TopK"
         product |= node.op in _PRODUCTS and not any(map(index.is_constant, node.reads))
-        if node.op != "Conv" and not is_linear(index, node):
+        if node.op not in ("Conv", "DynamicQuantizeLinear") and not is_linear(index, node):
             stack += node.reads
     return topk and product
 

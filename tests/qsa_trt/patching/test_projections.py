@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -57,10 +58,34 @@ def test_same_answer(name: str, tmp_path: Path) -> None:
     assert max(errors(model, tmp_path)) <= BOUND
 
 
-def test_same_answer_of_dynamic_int8(tmp_path: Path) -> None:
-    """The scale follows the largest value of all tokens of a call, so that only calls of equal tokens are equal."""
-    model = load()
+def by_form(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
     as_form(dynamic_int8)(model)
+    return model
+
+
+def by_quantize_dynamic(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
+    """Every MatMul with a weight, the experts' and the router's too."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    onnx.save(model, folder / "float.onnx")
+    quantize_dynamic(folder / "float.onnx", folder / "int8.onnx", weight_type=QuantType.QInt8)
+    return onnx.load(folder / "int8.onnx")
+
+
+def by_n_bits_quantizer(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    quantizer = MatMulNBitsQuantizer(model, block_size=32, is_symmetric=True)
+    quantizer.process()
+    return quantizer.model.model
+
+
+@pytest.mark.parametrize("quantise", [by_form, by_quantize_dynamic, by_n_bits_quantizer])
+def test_same_answer_after_quantisers(
+    quantise: Callable[[onnx.ModelProto, Path], onnx.ModelProto], tmp_path: Path
+) -> None:
+    """Dynamic int8 follows the largest value of all tokens of a call: only calls of equal tokens are equal."""
+    model = quantise(load(), tmp_path)
     tokens = Original("qsa_lm").tokens(np.random.default_rng(0), 1, 90)
     expected = open_session(model).run(["logits"], feeds(model, tokens["input_ids"], np.array([90])))[0]
     rope = Original("qsa_lm").rope(90)
