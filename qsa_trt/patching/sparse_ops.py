@@ -252,6 +252,11 @@ def _width(index: GraphIndex, tensors: Sequence[str]) -> int | None:
 
 
 def _check_widths(index: GraphIndex, cut: Cut, attributes: Attributes) -> None:
-    width, wanted = _width(index, cut.qkv), attributes.geometry.qkv_width
-    if width != wanted:
-        refuse(cut.layer, cut.qkv[0], f"query, key and value have {width} elements a token; {wanted} were expected")
+    g = attributes.geometry
+    for what, tensors, wanted in (
+        ("query, key and value have", cut.qkv, g.qkv_width),
+        ("index queries and key have", cut.index_qk, g.index_width),
+    ):
+        width = _width(index, tensors)
+        if width != wanted:
+            refuse(cut.layer, tensors[0], f"{what} {width} elements a token; {wanted} were expected")

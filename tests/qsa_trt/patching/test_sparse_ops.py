@@ -123,6 +123,11 @@ def own_tables(model: onnx.ModelProto) -> None:
     operand(INDEXER, 4, "other_cos")(model)
 
 
+def other_index_heads(model: onnx.ModelProto) -> None:
+    add_constant(model, "gamma_50", np.ones(50, np.float32))
+    node(model, INDEXER).input[2:4] = ["gamma_50", "gamma_50"]
+
+
 def plain_layer(model: onnx.ModelProto) -> None:
     """A plain QSA layer next to the pair."""
     other = load()
@@ -157,6 +162,7 @@ REFUSED: dict[str, tuple[Callable[[onnx.ModelProto], None], str]] = {
     "quantised cache": (operand(ATTENTION, 18, "cos_cache"), "it has the input key_scale"),
     "no norm": (operand(ATTENTION, 14, ""), "it lacks the input q_norm_weight"),
     "other heads": (attribute(ATTENTION, "num_heads", 4), "query, key and value have 768 elements a token; 512 were"),
+    "other index heads": (other_index_heads, "index queries and key have 192 elements a token; 150 were expected"),
     "moved choice": (another_choice, "it changes the indexer's choice on its way to DynamicSparseAttention"),
     "read choice": (another_reader, "is a tensor that the cut would remove"),
     "other tables": (own_tables, "its cos_cache is not the one that"),
