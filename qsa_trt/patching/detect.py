@@ -1,4 +1,4 @@
-"""Finds the QSA layers of a model: the first strategy that sees them whole decides."""
+"""Finds the QSA layers of a model: the first strategy that sees all of them decides."""
 
 from __future__ import annotations
 
@@ -35,17 +35,28 @@ def find_layers(index: GraphIndex) -> list[Anchors]:
     """
     norms = find_norms(index)
     refusal: RefusedError | None = None
+    some: list[Anchors] = []
     for find in STRATEGIES:
         try:
             layers = find(index, norms)
         except RefusedError as error:  # another strategy may see the whole layer
             refusal = refusal or error
             continue
-        if layers:
-            return sorted(layers, key=lambda a: a.gate.multiply.position)
+        some = some or layers
+        if layers and _all_indexers_in(index, layers):
+            some = layers
+            break
+    if some:
+        return sorted(some, key=lambda a: a.gate.multiply.position)
     if refusal is not None:
         raise refusal
     raise RefusedError(f"no QSA attention in this model; looked for {_LOOKED_FOR}")
+
+
+def _all_indexers_in(index: GraphIndex, layers: list[Anchors]) -> bool:
+    """Whether no indexer lies outside of the layers: names may be left in a part of a model alone."""
+    covered = {n for a in layers for n in index.ancestors([a.gate.attention], stop=a.projections.values())}
+    return all(topk in covered for topk, _ in structure.indexers(index))
 
 
 def _all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:

@@ -47,6 +47,18 @@ def test_node_names_and_structure_agree(name: str) -> None:
     assert [(a.layer, a.strategy) for a in by_name] == [("self_attn", "node names")]
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+def test_names_in_a_part_of_the_model(layer: int) -> None:
+    """A strategy that sees one of two layers leaves the model to the next one."""
+    model = load()
+    for n in model.graph.node:
+        if any(f"layers.{layer}.self_attn" in e.value for e in n.metadata_props):
+            del n.metadata_props[:]
+    found = find_layers(GraphIndex(model))
+    assert [tensors(a) for a in found] == [tensors(a) for a in find_layers(GraphIndex(load()))]
+    assert {a.strategy for a in found} == {"weight names"}
+
+
 FOLDED = "pkg.onnxscript.optimizer.folded_from"
 
 
