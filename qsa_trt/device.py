@@ -68,6 +68,7 @@ class Buffer:
         self._base = check(driver.cuMemAlloc(self._total))
         self.address = int(self._base) + CANARY_BYTES
         check(driver.cuMemsetD8(self._base, _CANARY, self._total))
+        self._settle()  # also where there is nothing to poison
         self.poison()
 
     @classmethod
@@ -81,6 +82,7 @@ class Buffer:
         """Fill with `POISON`."""
         if self.nbytes:
             check(self._driver.cuMemsetD8(self.address, POISON, self.nbytes))
+            self._settle()
 
     def write(self, array: NDArray[Any]) -> None:
         """Copy `array` to the front of the buffer."""
@@ -88,6 +90,7 @@ class Buffer:
         assert data.nbytes <= self.nbytes
         if data.nbytes:
             check(self._driver.cuMemcpyHtoD(self.address, data.ctypes.data, data.nbytes))
+            self._settle()
 
     def read(self, shape: tuple[int, ...], dtype: DTypeLike, offset: int = 0) -> NDArray[Any]:
         """Copy from `offset` bytes on back to the host."""
@@ -105,6 +108,10 @@ class Buffer:
             if (canary != _CANARY).any():
                 return False
         return True
+
+    def _settle(self) -> None:
+        """Wait for fills and copies: both may return early, and no non-blocking stream waits for the default one."""
+        check(self._driver.cuStreamSynchronize(0))
 
     def __del__(self) -> None:
         if hasattr(self, "_base"):

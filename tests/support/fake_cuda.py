@@ -1,7 +1,7 @@
 """The CUDA driver over memory of the host, as far as `qsa_trt.device` and the runtime use it.
 
-What is enqueued runs when its stream is synchronised and no earlier, and an upload from pageable memory outside of any
-stream when the whole device is: the latest moments that CUDA allows. What forgets to wait reads stale bytes.
+What is enqueued runs when its stream is synchronised and no earlier; fills and uploads from pageable memory when the
+default stream (0) or the whole device is: the latest moments that CUDA allows. What forgets to wait reads stale bytes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FakeDriver:
         return (Status.CUDA_SUCCESS,)
 
     def cuMemsetD8(self, address: int, value: int, nbytes: int) -> tuple[Any, ...]:
-        ctypes.memset(address, value, nbytes)
+        self.unordered.append(lambda: ctypes.memset(address, value, nbytes) and None)
         return (Status.CUDA_SUCCESS,)
 
     def cuMemcpyHtoD(self, target: int, source: int, nbytes: int) -> tuple[Any, ...]:
@@ -61,6 +61,7 @@ class FakeDriver:
         return (Status.CUDA_SUCCESS,)
 
     def cuMemcpyDtoH(self, target: int, source: int, nbytes: int) -> tuple[Any, ...]:
+        self._settle()
         ctypes.memmove(target, source, nbytes)
         return (Status.CUDA_SUCCESS,)
 
@@ -76,16 +77,22 @@ class FakeDriver:
     def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:
         return Status.CUDA_SUCCESS, 7
 
+    def _settle(self) -> None:
+        work, self.unordered = self.unordered, []
+        for item in work:
+            item()
+
     def cuStreamSynchronize(self, stream: int) -> tuple[Any, ...]:
+        if stream == 0:
+            self._settle()
+            return (Status.CUDA_SUCCESS,)
         work, self.queue = self.queue, []
         for item in work:
             item()
         return (Status.CUDA_SUCCESS,)
 
     def cuCtxSynchronize(self) -> tuple[Any, ...]:
-        work, self.unordered = self.unordered, []
-        for item in work:
-            item()
+        self._settle()
         return self.cuStreamSynchronize(7)
 
     def cuStreamBeginCapture(self, stream: int, mode: int) -> tuple[Any, ...]:
