@@ -62,7 +62,7 @@ class Callbacks:
         self.plugin_namespace = PLUGIN_NAMESPACE
         self.num_outputs = len(OUTPUTS)
         self.timing_cache_id = self.metadata_string = _describe(geometry)
-        self._checked: tuple[tuple[int, int, int], Call] | None = None
+        self._checked: tuple[tuple[int, int, int], Call, NodeKernels] | None = None
         self._kernels: NodeKernels | None = None
 
     @callback
@@ -173,8 +173,8 @@ class Callbacks:
         """
         self._checked = None
         with suppress(QsaError):
-            call = self._call(inputs, outputs)
-            self._kernels_for(inputs).prepare(call.rotary_dims)
+            call, kernels = self._call(inputs, outputs)
+            kernels.prepare(call.rotary_dims)
 
     @callback
     def enqueue(
@@ -193,9 +193,9 @@ class Callbacks:
             RefusedError: the kernels do not support this device.
             FailedError: there is no device, the kernels do not compile or load, or the driver refused a launch.
         """
-        call = self._call(input_desc, output_desc)
+        call, kernels = self._call(input_desc, output_desc)
         self._check_addresses(inputs, outputs, workspace)
-        self._kernels_for(input_desc).enqueue(call, inputs, outputs, workspace, stream)
+        kernels.enqueue(call, inputs, outputs, workspace, stream)
 
     def _kernels_for(self, inputs: Sequence[Any]) -> NodeKernels:
         surface = self._dtype_name(inputs[_QKV].type)
@@ -203,16 +203,16 @@ class Callbacks:
             self._kernels = NodeKernels(self.geometry, surface)
         return self._kernels
 
-    def _call(self, input_desc: Sequence[Any], output_desc: Sequence[Any]) -> Call:
-        """The sizes of this call, validated once for as long as they stay the same (a decode step must be cheap).
+    def _call(self, input_desc: Sequence[Any], output_desc: Sequence[Any]) -> tuple[Call, NodeKernels]:
+        """The sizes of this call and what launches it, validated once for as long as the sizes stay the same.
 
-        TensorRT announces every change of shapes. A look at B, S and the mode guards against one missed; comparing all
-        dims at every step would cost more than the launches.
+        A decode step must be cheap. TensorRT announces every change of shapes; a look at B, S and the mode guards
+        against one missed, where comparing all dims would cost more than the launches.
         """
         if self._checked is None or self._checked[0] != _leading_sizes(input_desc):
             call = self._check([*input_desc, *output_desc])
-            self._checked = (_leading_sizes(input_desc), call)
-        return self._checked[1]
+            self._checked = (_leading_sizes(input_desc), call, self._kernels_for(input_desc))
+        return self._checked[1:]
 
     def _check(self, descs: Sequence[Any]) -> Call:
         tensors = INPUTS + OUTPUTS
