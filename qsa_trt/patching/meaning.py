@@ -191,9 +191,16 @@ class _Walk:
             m = replace(m, swaps=m.swaps + (len(perm) == 4 and perm[1] == 2), from_end=moved)
         if m.name.partition(" ")[0] in _ROTATED:
             return self.view_of_head(node, m)
-        if node.op in _PICKS and m.name not in _PICKED:
+        if node.op in _PICKS and (m.name not in _PICKED or not self.keeps_blocks(node, m)):
             return None
         return m if node.op != "Expand" or m.name not in ("k2", "v0") or self.repeats(node) else None
+
+    def keeps_blocks(self, node: Node, m: Meaning) -> bool:
+        """Whether a Gather of one element leaves all rotated block keys: it takes away an axis of size 1."""
+        if node.op != "Gather" or m.name != "ik2" or self.index.scalar(node.inputs[1]) is None:
+            return True
+        shape, axis = self.index.shape(node.inputs[0]), node.attribute("axis", 0)
+        return shape is None or (-len(shape) <= axis < len(shape) and shape[axis] in (1, None))
 
     def view_of_head(self, node: Node, m: Meaning) -> Meaning | None:
         """Between norm and rotation a head stays the last dim, or pairs could be others than (i, i + rotary/2)."""

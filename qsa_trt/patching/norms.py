@@ -30,13 +30,20 @@ def find_norms(index: GraphIndex, among: Iterable[Node] | None = None) -> list[R
 
 
 def _norms_at(index: GraphIndex, node: Node) -> Iterator[RmsNorm]:
-    if node.op in _FUSED and index.is_constant(node.inputs[1]):
+    if node.op in _FUSED and index.is_constant(node.inputs[1]) and _is_last(index, node, node.attribute("axis", -1)):
         eps = float(node.attribute("epsilon", 1e-5))
         yield RmsNorm(index.back(node.inputs[0], _CASTS), node.output, node.inputs[1], eps, node)
     elif node.op == "ReduceMean":
         source = _squared(index, node.inputs[0])
-        if source is not None:
+        axes = node.attribute("axes") or (index.integers(node.inputs[1]) if len(node.inputs) > 1 else None)
+        if source is not None and axes and len(axes) == 1 and _is_last(index, node, axes[0]):
             yield from _plain_norm(index, node, source)
+
+
+def _is_last(index: GraphIndex, node: Node, axis: int | None) -> bool:
+    """Whether an axis is the last one of the node's first input."""
+    shape = index.shape(node.inputs[0])
+    return axis == -1 or (shape is not None and axis == len(shape) - 1)
 
 
 def _squared(index: GraphIndex, tensor: str) -> str | None:
@@ -59,7 +66,7 @@ def _plain_norm(index: GraphIndex, mean: Node, source: str) -> Iterator[RmsNorm]
             for tensor, scale in _readers(index, normed, "Mul"):
                 gamma = _other(scale, tensor)
                 value = index.constant(gamma)
-                if value is not None and value.size > 1:
+                if value is not None and value.size > 1 and value.shape[-1] == value.size:
                     yield RmsNorm(source, scale.output, gamma, eps, mean)
 
 

@@ -33,6 +33,9 @@ def judged_tensors() -> tuple[str, ...]:
         assert isinstance(cut, PlainCut)
         meanings = check_meaning(index, cut, plan.attributes.geometry, plan.attributes.rotary_dims)
         found.update({t: None for t, meaning in meanings.items() if meaning.name != "mask" and index.producer(t)})
+        for norm in cut.anchors.norms.values():
+            inside = index.ancestors([norm.output], stop=[norm.source]) & cut.nodes
+            found.update({t: None for node in sorted(inside, key=lambda n: n.position) for t in node.outputs})
     return tuple(found)
 
 

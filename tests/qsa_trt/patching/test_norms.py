@@ -105,3 +105,31 @@ def test_opset_17_mean_with_an_axes_attribute() -> None:
           y = Mul(n, gamma)
         }""")
     assert [n.gamma for n in find_norms(GraphIndex(model))] == ["gamma"]
+
+
+@pytest.mark.parametrize(("axis", "found"), [(-1, 1), (1, 1), (0, 0), (-2, 0)])
+def test_mean_over_another_axis_is_no_norm(axis: int, found: int) -> None:
+    steps: list[Spec] = [("Cast", ["raw"], "x"), ("Pow", ["x", "two"], "squares"), *MEAN, *TAILS["reciprocal"]]
+    assert len(norms([*steps, ("Mul", ["n", "gamma"], "y")], last=np.array([axis]))) == found
+
+
+@pytest.mark.parametrize(("axis", "found"), [(-1, 1), (2, 1), (1, 0), (0, 0)])
+@pytest.mark.parametrize("op", ["RMSNormalization", "SimplifiedLayerNormalization"])
+def test_fused_norm_over_more_axes_is_no_norm(op: str, axis: int, found: int) -> None:
+    """`axis` is the first one that is normed over."""
+    graph = helper.make_graph(
+        [helper.make_node(op, ["x", "gamma"], ["y"], axis=axis)],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["b", 3, 16])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["b", 3, 16])],
+        [numpy_helper.from_array(np.ones(16, np.float32), "gamma")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)])
+    assert len(find_norms(GraphIndex(model))) == found
+
+
+def test_weight_along_another_axis_is_no_norm() -> None:
+    """One factor a head scales heads, not the dims of a head."""
+    steps: list[Spec] = [("Cast", ["raw"], "x"), ("Pow", ["x", "two"], "squares"), *MEAN, *TAILS["reciprocal"]]
+    gamma = np.ones((16, 1), np.float32)
+    assert norms([*steps, ("Mul", ["n", "gamma"], "y")], gamma=gamma) == []
