@@ -58,9 +58,11 @@ def plot_record(file: str | Path, output: str | Path) -> Path:
         raise InputError("OUT", output, f"a file in an existing folder, {' or '.join(_SUFFIXES)}", "correct -o")
     panels = [("prefill", 1, "prefill, neighbouring rows' Jaccard 0.9"), ("decode", 1, "decode, 1 sequence"),
               ("decode", 64, "decode, 64 sequences")]  # fmt: skip
-    drawn = [(title, lines) for mode, batch, title in panels if (lines := series(record, mode, batch))]
+    candidates = [(title, series(record, mode, batch)) for mode, batch, title in panels]
+    drawn = [(title, lines) for title, lines in candidates if len(lines.get("plugin", {})) > 1]
     if not drawn:
-        raise InputError("FILE", file, "a record with prefill or decode cases", "run qsa-trt bench without --cases")
+        expected = "a record with prefill or decode cases of several lengths"
+        raise InputError("FILE", file, expected, "run qsa-trt bench without --cases")
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(1, len(drawn), figsize=(3.6 * len(drawn), 3.4), squeeze=False)
     for axis, (title, lines) in zip(axes[0], drawn, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,8 +48,10 @@ def test_the_drawing_is_the_same_every_time(tmp_path: Path) -> None:
     assert b"<svg" in first
 
 
-def test_nothing_to_draw(tmp_path: Path) -> None:
-    make_record([case_result("decode-b16-8192", 1, batch=16)]).write(tmp_path / "a.json")
+@pytest.mark.parametrize("case", [case_result("decode-b16-8192", 1, batch=16), case_result("decode-b1-8192", 11)])
+def test_nothing_to_draw(case: Any, tmp_path: Path) -> None:
+    """No case of a panel, or one length, which makes no line."""
+    make_record([case]).write(tmp_path / "a.json")
     with pytest.raises(InputError, match="a record with prefill or decode cases"):
         plot_record(tmp_path / "a.json", tmp_path / "a.svg")
 
