@@ -200,7 +200,9 @@ class _Walk:
         if node.op != "Gather" or m.name != "ik2" or self.index.scalar(node.inputs[1]) is None:
             return True
         shape, axis = self.index.shape(node.inputs[0]), node.attribute("axis", 0)
-        return shape is None or (-len(shape) <= axis < len(shape) and shape[axis] in (1, None))
+        if shape is None:
+            return True
+        return -len(shape) <= axis < len(shape) and (shape[axis] == 1 or (shape[axis] is None and 1 not in shape))
 
     def view_of_head(self, node: Node, m: Meaning) -> Meaning | None:
         """Between norm and rotation a head stays the last dim, or pairs could be others than (i, i + rotary/2)."""
@@ -321,8 +323,11 @@ class _Walk:
                 return m.now(_ROTATED[name])
         if len(known) != 1 or m.name not in _CACHED or len(node.inputs) != 2:
             return None
-        other = next(t for t in node.inputs if self.meanings.get(t) is not m)
-        return m if m.name != "scores" or self.hides(other, m) else None
+        leads = self.meanings.get(node.inputs[0]) is m
+        other = node.inputs[int(leads)]
+        if m.name == "scores":  # void blocks stand behind the others
+            return m if leads and self.hides(other, m) and self.on_last_axis(node) else None
+        return m if leads == self.index.is_constant(other) else None  # padding behind, or a cache in front
 
     def hides(self, tensor: str, m: Meaning) -> bool:
         """Whether a tensor is a constant that hides elements, repeated or not."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 #: Elements of a scalar or 1-D integer tensor, None where the value is unknown.
 Values = tuple[int | None, ...]
 _VIEWS = frozenset({"Squeeze", "Unsqueeze", "Identity", "Cast", "Reshape"})
+_ALIKE = ("Cast", "Identity", "Neg")
 
 
 def integers(index: GraphIndex, tensor: str) -> Values | None:
@@ -35,8 +36,10 @@ def computed_shape(index: GraphIndex, node: Node) -> tuple[Dim, ...] | None:
     if node.op == "Reshape":
         target = index.integers(node.inputs[1])
         return None if target is None else tuple(d if d is not None and d > 0 else None for d in target)
-    shape = index.shape(node.inputs[0]) if node.op in ("Cast", "Identity", "Slice", "Unsqueeze") else None
-    if shape is None or node.op in ("Cast", "Identity"):
+    if node.op in ("Add", "Mul", "Concat"):
+        return _joined_shape(index, node)
+    shape = index.shape(node.inputs[0]) if node.op in (*_ALIKE, "Slice", "Unsqueeze") else None
+    if shape is None or node.op in _ALIKE:
         return shape
     axes_input = 3 if node.op == "Slice" else 1
     axes = index.integers(node.inputs[axes_input]) if len(node.inputs) > axes_input else None
@@ -48,6 +51,17 @@ def computed_shape(index: GraphIndex, node: Node) -> tuple[Dim, ...] | None:
         return tuple(None if i in touched else d for i, d in enumerate(shape))
     rest = iter(shape)
     return tuple(1 if i in touched else next(rest) for i in range(rank))
+
+
+def _joined_shape(index: GraphIndex, node: Node) -> tuple[Dim, ...] | None:
+    """Where all operands have one rank: dims on which they agree, or which all but one broadcast to."""
+    shapes = [shape for t in node.inputs if (shape := index.shape(t)) is not None]
+    if len(shapes) < len(node.inputs) or len({len(shape) for shape in shapes}) != 1 or not shapes[0]:
+        return None
+    dims = [{d for d in column if d != 1} or {1} for column in zip(*shapes, strict=True)]
+    if node.op == "Concat":
+        dims[node.attribute("axis", 0) % len(dims)] = {None}
+    return tuple(column.pop() if len(column) == 1 else None for column in dims)
 
 
 def _shape(index: GraphIndex, node: Node) -> Values | None:

@@ -132,6 +132,22 @@ def test_names_made_up_by_inference_are_unknown() -> None:
     assert GraphIndex(helper.make_model(graph)).shape("y") == (None, "seq", 3)
 
 
+def test_shapes_of_joined_tensors() -> None:
+    """What ONNX's inference leaves open where a bound of a Slice is computed."""
+    nodes = [
+        helper.make_node("Slice", ["x", "zero", "end", "two"], ["half"]),
+        helper.make_node("Unsqueeze", ["half", "two"], ["column"]),
+        helper.make_node("Neg", ["column"], ["negated"]),
+        helper.make_node("Add", ["column", "negated"], ["sum"]),
+        helper.make_node("Concat", ["sum", "negated"], ["joined"], axis=3),
+        helper.make_node("Shape", ["joined"], ["dims"]),
+        helper.make_node("Shape", ["x"], ["all"], start=1, end=2),
+        helper.make_node("Identity", ["all"], ["end"]),
+    ]
+    graph = index([*nodes[6:], *nodes[:6]], ["dims"], zero=np.array([0]), two=np.array([2]))
+    assert graph.shape("sum") == graph.shape("joined") == ("batch", "seq", 1, None)
+
+
 @pytest.mark.parametrize(
     ("domain", "op", "expected"),
     [

@@ -284,6 +284,22 @@ REFUSED: dict[str, tuple[Mutate, str]] = {
     "key pairs taken apart by a reshape": (pairs_by_gather, "k_pairs (Reshape): QSA has no such step on the key"),
     "attention sink": (sink, "attention_scale: the graph says nothing"),
     "values normed without weight": (value_norm, "v2 (Mul): QSA has no such step on the value"),
+    "block keys of another sequence": (
+        becomes("transpose_1", "Transpose", perm=[1, 0, 3, 2]),
+        "node_transpose_1 (Transpose): QSA has no such step on the block key",
+    ),
+    "keys not turned": (
+        becomes("val_728", "Transpose", perm=[0, 1, 2]),
+        "node_MatMul_738 (MatMul): QSA has no such step on q2 and k2",
+    ),
+    "void blocks chosen first": (
+        constant("pad_1", 2, np.float32(np.inf)),
+        "(Pad): QSA has no such step on scores",
+    ),
+    "query normed over its heads": (
+        constant("mean_5", 1, np.array([2])),
+        "self_attn.q_norm: no RMSNorm with a constant weight (gamma) was found there",
+    ),
     "softmax as graph output": (
         expose("val_740"),
         "node_Softmax_740 (Softmax): graph output val_740 is a tensor that the cut",
