@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TextIO
 
 
 def run() -> None:
     """Run the command line and exit with its code."""
+    sys.stdout = sys.stdout or _nowhere()  # None where the caller closed it
+    sys.stderr = sys.stderr or _nowhere()
     try:
         from .cli import main
 
@@ -21,6 +24,11 @@ def run() -> None:
     if code == 130:
         os._exit(code)  # TensorRT may still be building in a thread, which the end of the interpreter would abort
     sys.exit(code)
+
+
+def _nowhere() -> TextIO:
+    """A stream in place of a closed one; it takes the free descriptor, before a file of results gets it."""
+    return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
 
 
 if __name__ == "__main__":

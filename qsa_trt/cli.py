@@ -212,7 +212,7 @@ def build_engine_command(model: str, output: str | None, workspace: str | None, 
 @click.option("--config", type=click.Path(), help="The model's config.json, for what the graph does not tell.")
 @click.option("--lengths", metavar="N[,N]", help="Prompt lengths, one a sequence.  [default: 160,97,33]")
 @click.option("--decode-steps", type=int, help="Tokens decoded after each prompt.  [default: 40]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random prompts.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the random prompts.")
 @click.option("--cuda-graph", is_flag=True, help="Of an engine: decode by replaying a CUDA graph.")
 @click.option("--gpu", is_flag=True, help="Compare the plugin on this machine's GPU, layer by layer, with onnxruntime.")
 @click.option("--print-polygraphy", is_flag=True, help="Print the polygraphy commands to the same end; run nothing.")

@@ -32,7 +32,7 @@ from .patching.patch import EditOptions, edit_model
 from .patching.plain_form import to_plain_form
 from .patching.reference_body import add_reference_function
 from .progress import Progress
-from .prompts import Prompts, Sizes, choose_sizes, model_inputs
+from .prompts import Prompts, Sizes, check_memory, choose_sizes, model_inputs
 from .recording import NodeCall, PatchedSession, Step, qsa_nodes
 from .reference import qsa_attention
 from .rope import default_inv_freq, rope_table
@@ -160,9 +160,11 @@ def validate(
         sizes, notes = choose_sizes(
             inputs, bool(caches), lengths, decode_steps, None if baked is None else baked.shape[1]
         )
+        check_memory(sizes)
         progress.text = "patching"
         cos_sin = any(known.is_cos_sin for known in inputs)
         fresh = _patch(load_model(source.path), load_config(config), cos_sin, int(sizes.totals.max()))
+        check_memory(sizes, max(node.geometry.num_q_heads for node in qsa_nodes(fresh.model)))
         rope = _rope(fresh, sizes) if baked is None else baked
         exact = {} if patched is None else _exact_gammas(patched, fresh)
         after = save_in_fp32(_with_body(patched or fresh), folder / "after.onnx", exact)

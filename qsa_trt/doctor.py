@@ -35,7 +35,7 @@ _OLDEST_PYTHON = (3, 11)
 _EXTRAS = {
     "onnxruntime": "validate, patch-onnx --verify, the examples; pip install 'qsa-trt[ort]'",
     "torch": "export; pip install 'qsa-trt[export]'",
-    "transformers": "the tests against the original module; pip install 'qsa-trt[oracle]'",
+    "transformers": "export; pip install 'qsa-trt[export]'",
 }
 _ENTRY_POINTS = "polygraphy.run.plugins"
 
@@ -76,8 +76,8 @@ class DoctorReport:
         """The report for people, and for a bug report."""
         lines = columns([("subject", "status", "found"), *((f.subject, f.status, f.found) for f in self.findings)])
         lines += [f"{f.status}: {f.subject}: {f.remedy}" for f in self.findings if f.remedy]
-        verdict = "models can be patched and built here" if self.passed else "models cannot be patched and built here"
-        return "\n".join([*lines, verdict])
+        able, unable = "models can be patched and built here", "not all that patching and building need is here"
+        return "\n".join([*lines, able if self.passed else f"{unable}: see the problems above"])
 
 
 def doctor() -> DoctorReport:
@@ -263,7 +263,8 @@ def _gpu() -> Iterator[Finding]:
     if capability is None:
         alone = winner == "tensorrt"
         remedy = "tensorrt builds for the GPU of this machine: use tensorrt_rtx, which needs none" if alone else ""
-        yield Finding("GPU", "problem" if alone else "note", "none, or no driver for it", remedy or _NO_GPU)
+        other = "this machine compiles kernels, and does not run them" if winner is None else _NO_GPU
+        yield Finding("GPU", "problem" if alone else "note", "none, or no driver for it", remedy or other)
     else:
         name, driver = device_name()
         yield Finding(

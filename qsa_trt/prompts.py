@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,6 +117,24 @@ def choose_sizes(
         got = f"{sizes.totals.max()} tokens"
         raise InputError("lengths and decode steps", got, f"at most {most}, as the baked rope table has", "lower them")
     return sizes, notes
+
+
+def check_memory(sizes: Sizes, heads: int = 1) -> None:
+    """Plain attention holds a score for every head and pair of tokens, fp32 `[B, heads, S, S]`.
+
+    Raises:
+        InputError: this machine has less memory than that.
+    """
+    longest = int(sizes.totals.max())
+    needed = 4 * sizes.totals.size * heads * longest**2
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise InputError(
+            "lengths and decode steps",
+            f"{longest} tokens, with scores of {needed / 2**30:.0f} GiB",
+            f"at most the {memory / 2**30:.0f} GiB of this machine's memory",
+            "lower --lengths or --decode-steps",
+        )
 
 
 def batch_and_seq(inputs: Sequence[ModelInput]) -> tuple[int | str | None, ...]:

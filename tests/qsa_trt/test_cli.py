@@ -69,6 +69,7 @@ def test_every_help_states_the_exit_codes_and_how_to_be_quiet(
         (["export", "folder"], "Missing option '-o'"),
         (["export", "folder", "-o", "m.onnx", "--random-init", "x"], "'x' is not a valid integer"),
         (["build-engine"], "Missing argument 'MODEL'"),
+        (["validate", "m.onnx", "--seed", "-1"], "-1 is not in the range x>=0"),
         (["build-engine", "m.onnx", "--max-batch", "two"], "'two' is not a valid integer"),
     ],
 )
@@ -218,6 +219,13 @@ def test_a_full_disk_behind_stdout_is_one_line() -> None:
     with Path("/dev/full").open("w") as full:
         done = in_process(RUN, stdout=full)
     assert (done.returncode, done.stderr) == (1, "qsa-trt: error: No space left on device: standard output\n")
+
+
+def test_closed_streams_are_no_bug() -> None:
+    command = [sys.executable, "-c", RUN]
+    closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True)
+    assert (closed.returncode, closed.stderr) == (0, "")
+    assert subprocess.run(["sh", "-c", '"$@" >&- 2>&-', "sh", *command]).returncode == 0
 
 
 def test_a_reader_that_went_away_is_no_error_message() -> None:

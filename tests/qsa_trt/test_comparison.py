@@ -302,6 +302,20 @@ def test_sizes_are_judged(options: dict[str, Any]) -> None:
         validate(LM, **options)
 
 
+@pytest.mark.parametrize(
+    ("memory", "options"),
+    [(None, {"lengths": "99999999999"}), (None, {"decode_steps": 99999999999}), (8 << 20, {"lengths": (600,)})],
+)
+def test_sizes_beyond_the_memory_are_refused(
+    monkeypatch: pytest.MonkeyPatch, memory: int | None, options: dict[str, Any]
+) -> None:
+    """600 tokens and 40 steps: 1.6 MiB a head, 12.5 MiB for the 8 heads of the model."""
+    if memory is not None:
+        monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": memory}.__getitem__)
+    with pytest.raises(InputError, match="GiB of this machine's memory; lower --lengths"):
+        validate(LM, **options)
+
+
 class TestCommand:
     """`qsa-trt validate`."""
 
