@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass
 
 from . import jit
+from .call_params import CallParams
 from .contract import Call, Geometry
 from .decode_plan import (
     LAYOUT,
@@ -21,46 +22,14 @@ from .decode_plan import (
     decode_tunings,
     plan_decode,
 )
-from .errors import QsaError
 from .launch import Launch, ParamBlock, sm_count
-from .specialisation import Specialisation
+from .specialisation import Specialisation, refusal
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeParams:
-    """One decode call. Device addresses carry the names of the contract; all lie on the device of the current context.
+class DecodeParams(CallParams):
+    """One decode call: S = 1, and `context_lengths` with the new token included."""
 
-    Attributes:
-        call: sizes, as `contract.check_call` returns them, with mode decode.
-        qkv: surface `[B, 1, (Hq+2*Hkv)*D]`.
-        index_qk: surface `[B, 1, (Ih+1)*Id]`.
-        past_key_value: surface `[2, N, P, Hkv, D+Id]`, updated in place.
-        context_lengths: int32 `[B]`, the new token included.
-        rope_rotary_cos_sin: fp32 `[1, maxPos, rotary]`.
-        kv_page_table: int32 `[B, 2, M]`.
-        q_norm_gamma: surface `[D]`.
-        k_norm_gamma: surface `[D]`.
-        indexer_q_norm_gamma: surface `[Id]`.
-        indexer_k_norm_gamma: surface `[Id]`.
-        attn_output: surface `[B, 1, Hq, D]`.
-        workspace: `workspace.layout(geometry, call).size` bytes at a multiple of 256; its content is garbage.
-        stream: raw CUstream handle.
-    """
-
-    call: Call
-    qkv: int
-    index_qk: int
-    past_key_value: int
-    context_lengths: int
-    rope_rotary_cos_sin: int
-    kv_page_table: int
-    q_norm_gamma: int
-    k_norm_gamma: int
-    indexer_q_norm_gamma: int
-    indexer_k_norm_gamma: int
-    attn_output: int
-    workspace: int
-    stream: int
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -98,14 +67,7 @@ class QsaSparseDecodeRunner:
         self._limits: DeviceLimits | None = None
         self.plan = functools.lru_cache(maxsize=64)(self._make_plan)
 
-    @staticmethod
-    def can_implement(geometry: Geometry, surface: str, rotary_dims: int, arch: str) -> str | None:
-        """Why the kernels refuse this node on this target; None when they run it."""
-        try:
-            Specialisation.of(geometry, surface, rotary_dims, arch)
-        except QsaError as error:
-            return str(error)
-        return None
+    can_implement = staticmethod(refusal)
 
     def preflight(self) -> None:
         """Compile and load every kernel into the current context; call it before a graph capture."""

@@ -7,50 +7,17 @@ for the others. Four or eight launches, whatever the lengths; grids depend on sh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from .contract import Call, Geometry
-from .errors import QsaError
+from .call_params import CallParams
+from .contract import Geometry
 from .prefill_launchers import PrefillLaunchers
-from .specialisation import Specialisation
+from .specialisation import Specialisation, refusal
 from .workspace import layout, sparse_rows, visible_blocks
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillParams:
-    """One prefill call. Device addresses carry the names of the contract; all lie on the device of the current context.
+class PrefillParams(CallParams):
+    """One prefill call."""
 
-    Attributes:
-        call: sizes, as `contract.check_call` returns them, with mode prefill.
-        qkv: surface `[B, S, (Hq+2*Hkv)*D]`.
-        index_qk: surface `[B, S, (Ih+1)*Id]`.
-        past_key_value: surface `[2, N, P, Hkv, D+Id]`, updated in place.
-        context_lengths: int32 `[B]`.
-        rope_rotary_cos_sin: fp32 `[1, maxPos, rotary]`.
-        kv_page_table: int32 `[B, 2, M]`.
-        q_norm_gamma: surface `[D]`.
-        k_norm_gamma: surface `[D]`.
-        indexer_q_norm_gamma: surface `[Id]`.
-        indexer_k_norm_gamma: surface `[Id]`.
-        attn_output: surface `[B, S, Hq, D]`.
-        workspace: `workspace.layout(geometry, call).size` bytes at a multiple of 256; its content is garbage.
-        stream: raw CUstream handle.
-    """
-
-    call: Call
-    qkv: int
-    index_qk: int
-    past_key_value: int
-    context_lengths: int
-    rope_rotary_cos_sin: int
-    kv_page_table: int
-    q_norm_gamma: int
-    k_norm_gamma: int
-    indexer_q_norm_gamma: int
-    indexer_k_norm_gamma: int
-    attn_output: int
-    workspace: int
-    stream: int
+    __slots__ = ()
 
 
 class QsaSparsePrefillRunner:
@@ -68,14 +35,7 @@ class QsaSparsePrefillRunner:
         self._portable = portable
         self._launchers: PrefillLaunchers | None = None
 
-    @staticmethod
-    def can_implement(geometry: Geometry, surface: str, rotary_dims: int, arch: str) -> str | None:
-        """Why the kernels refuse this node on this target; None when they run it."""
-        try:
-            Specialisation.of(geometry, surface, rotary_dims, arch)
-        except QsaError as error:
-            return str(error)
-        return None
+    can_implement = staticmethod(refusal)
 
     def preflight(self) -> None:
         """Compile and load every kernel into the current context; call it before a graph capture."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from .contract import PAGE_SIZE, Geometry
-from .errors import RefusedError
+from .errors import QsaError, RefusedError
 from .kernel_limits import kernel_refusals
 
 #: Compute capability to NVRTC target. 9.0 needs the `a` target for its own instructions (wgmma, setmaxnreg).
@@ -138,6 +138,15 @@ class Specialisation:
             "QSA_ROTARY": self.rotary_dims,
             "QSA_PAGE": PAGE_SIZE,
         }
+
+
+def refusal(geometry: Geometry, surface: str, rotary_dims: int, arch: str) -> str | None:
+    """Why the kernels refuse this node on this target; None when they run it."""
+    try:
+        Specialisation.of(geometry, surface, rotary_dims, arch)
+    except QsaError as error:
+        return str(error)
+    return None
 
 
 def _spec(
