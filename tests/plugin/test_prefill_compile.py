@@ -13,6 +13,9 @@ from qsa_plugin.specialisation import ARCHES, SPECIALISATIONS, Specialisation
 
 #: Spill bytes allowed, by kernel: none in scoring, selection and attention.
 SPILLS = {"prefill_write": 64, "prefill_block_pool": 64, "prefill_qprep": 64, "prefill_plan": 64}
+#: Exceptions, by NVRTC, kernel file and target: dense attention with heads of 256 fills all 255 registers there, and the
+#: older compiler keeps a few values more. 13.5 does not.
+EXCEPTIONS = {((13, 0), "prefill_attn", "sm_120"): 24, ((13, 0), "prefill_attn", "sm_121"): 24}
 
 
 @pytest.mark.parametrize("arch", ARCHES.values())
@@ -36,7 +39,7 @@ def compile_all(spec: Specialisation, monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> list[Any]:
         cubin = jit.compile_kernel(name, spec, tuning)
         assert set(entries) <= set(cubin.resources)
-        allowed = SPILLS.get(name, 0)
+        allowed = EXCEPTIONS.get((jit.nvrtc_version(), name, spec.arch), SPILLS.get(name, 0))
         for entry, resources in cubin.resources.items():
             assert resources.spill_bytes <= allowed, f"{entry} for {spec}: {resources}"
         assert "warning" not in cubin.log, cubin.log
