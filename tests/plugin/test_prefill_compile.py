@@ -13,8 +13,8 @@ from qsa_plugin.specialisation import ARCHES, SPECIALISATIONS, Specialisation
 
 #: Spill bytes allowed, by kernel: none in scoring, selection and attention.
 SPILLS = {"prefill_write": 64, "prefill_block_pool": 64, "prefill_qprep": 64, "prefill_plan": 64}
-#: Exceptions, by NVRTC, kernel file and target: dense attention with heads of 256 fills all 255 registers there, and the
-#: older compiler keeps a few values more. 13.5 does not.
+#: Exceptions, by NVRTC, kernel file and target: dense attention with heads of 256 fills all 255 registers there, and
+#: the older compiler keeps a few values more. 13.5 does not.
 EXCEPTIONS = {((13, 0), "prefill_attn", "sm_120"): 24, ((13, 0), "prefill_attn", "sm_121"): 24}
 
 
