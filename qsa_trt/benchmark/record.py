@@ -118,8 +118,10 @@ def read_record(path: str | Path) -> Json:
     expected, fix = f"a record of qsa-trt bench, schema {SCHEMA}", "make one: qsa-trt bench --json FILE"
     try:
         record = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise InputError("FILE", f"{path} ({error})", expected, fix) from error
+    except OSError as error:
+        raise InputError("FILE", f"{path} ({error.strerror})", expected, fix) from error
+    except ValueError as error:
+        raise InputError("FILE", f"{path} (no JSON)", expected, fix) from error
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise InputError("FILE", path, expected, fix)
     return record

@@ -69,12 +69,13 @@ class BuildReport:
         """What was made, one line a thing."""
         engine, tensorrt, pool = self.manifest["engine"], self.manifest["tensorrt"], self.manifest["pool"]
         targets = ", ".join(self.manifest["targets"]) or "the default of this TensorRT"
+        count = len(self.manifest["layers"])
         return "\n".join(
             [
                 f"engine    {self.engine}  {_mib(engine['bytes'])}, {self.manifest['build_seconds']:.1f} s",
                 f"manifest  {self.manifest_file}",
                 f"builder   {tensorrt['flavour']} {tensorrt['version']}, targets: {targets}",
-                f"plugins   {len(self.manifest['layers'])} QsaAttention layers, {self.manifest['surface_dtype']}",
+                f"plugins   {count} QsaAttention layer{'s' * (count != 1)}, {self.manifest['surface_dtype']}",
                 f"pools     {pool['num_pages']} pages of {pool['page_size']} tokens a layer, "
                 f"{_mib(pool['total_bytes'])} in all",
             ]

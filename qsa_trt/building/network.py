@@ -128,23 +128,38 @@ def _parse(parser: Any, model: PatchedModel, log: Any) -> None:
     if cause is not None:
         raise cause.as_plugin_error() from cause.error
     errors = [parser.get_error(i) for i in range(parser.num_errors)]
-    unsupported = dict.fromkeys(text for error in errors if (text := _unsupported(error)))
+    unsupported: dict[str, list[str]] = {}  # node type -> the details of its nodes
+    for error in errors:
+        if operator := _node_type(error):
+            unsupported.setdefault(operator, []).append(_details(error))
     if not unsupported:
         raise failure(f"TensorRT's ONNX parser rejects {model.path}", log)
-    raise FailedError(f"{model.path}: this TensorRT cannot parse {', '.join(unsupported)}{_inlined(model)}")
+    types = ", ".join(f"{operator} ({_counted(details)})" for operator, details in unsupported.items())
+    foreign = any(_UNKNOWN in error.desc() for error in errors)
+    fix = "; files optimised by onnxruntime hold operators of its own: patch the file as exported" if foreign else ""
+    raise FailedError(f"{model.path}: this TensorRT cannot parse {types}{_inlined(model) or fix}")
 
 
-def _unsupported(error: Any) -> str:
-    """One parser error as `Type (node name: reason)`; empty when it is about no node type.
+#: What the parser says of a type outside ONNX that no plugin goes by.
+_UNKNOWN = "Plugin not found"
 
-    "false" is all that the parser says of types it does not know. Errors found late name no node: the type is then
-    part of the importer's name, such as `importScatterElements`.
-    """
+
+def _node_type(error: Any) -> str:
+    """What a parser error is about; errors found late name only an importer, such as `importScatterElements`."""
     importer = re.match(r"(?:import|check)(\w+)", error.func())
-    operator = error.node_operator() or (importer[1] if importer else "")
+    return str(error.node_operator()) or (importer[1] if importer else "")
+
+
+def _details(error: Any) -> str:
+    """Node and reason; "false" is all that the parser says of types of ONNX that it does not know."""
     node = f"node {error.node_name()}" if error.node_name() else ""
-    details = ": ".join(text for text in (node, error.desc()) if text and text != "false")
-    return f"{operator} ({details})" if operator else ""
+    reason = "unknown" if _UNKNOWN in error.desc() else error.desc()
+    return ": ".join(text for text in (node, reason) if text and text != "false")
+
+
+def _counted(details: list[str]) -> str:
+    others = len(set(details)) - 1
+    return f"{details[0]}, and {others} more" if others else details[0]
 
 
 def _check_plugin_layers(trt: Any, network: Any, model: PatchedModel) -> None:
