@@ -101,7 +101,7 @@ def warm_cache(
     """Compile every kernel that the nodes of a model load, for given architectures; needs no GPU.
 
     Args:
-        model: a patched ONNX file or an ENGINE.json; None takes `geometry`.
+        model: a patched ONNX file, an engine or its ENGINE.json; None takes `geometry`.
         arch: such as "sm_90,sm_86", or "all"; None is that of this machine's GPU.
         geometry: "real", Qwen3.8-Flash-Next's, or attributes; only without a model.
         surface: "fp16" or "bf16"; None is the model's, or both without one.
@@ -163,9 +163,13 @@ def _geometry(geometry: str | Geometry, surface: str | None, rotary: int | None)
 
 
 def _nodes(path: Path, rotary: int | None) -> list[_Node]:
+    from .building.manifest import manifest_path
     from .building.patched_model import load_patched_model
+    from .inspecting.engine_file import is_engine
     from .runtime.layout import load_manifest
 
+    if is_engine(path):
+        path = manifest_path(path)
     if path.suffix == ".json":
         manifest: dict[str, Any] = load_manifest(path)
         geometries = [Geometry.from_attributes(layer["attributes"]) for layer in manifest["layers"]]

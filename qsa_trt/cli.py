@@ -236,6 +236,8 @@ def validate_command(
     if print_polygraphy:
         if engine:
             raise click.UsageError("--print-polygraphy: give the ONNX file; polygraphy builds an engine of its own")
+        if as_json:
+            raise click.UsageError("--print-polygraphy: it prints commands, which --json has no form for")
         click.echo(polygraphy_command(model))
         return 0
     if cuda_graph and not engine:

@@ -58,7 +58,7 @@ def cache_clear_command() -> None:
 def cache_warm_command(model: str | None, **options: Any) -> None:
     """Compile every kernel that MODEL's nodes load, with no GPU.
 
-    MODEL is a patched ONNX file or an ENGINE.json.
+    MODEL is a patched ONNX file, an engine or its ENGINE.json.
     """
     from .cache import warm_cache
 

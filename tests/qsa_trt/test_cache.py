@@ -76,6 +76,8 @@ def test_a_model_and_its_engine_need_the_same_kernels(compiled: list[str], tmp_p
     assert first.specialisations == second.specialisations and len(first.specialisations) == 1
     assert first.specialisations[0].rotary_dims == 32
     assert (second.compiled, second.found) == (0, first.compiled)
+    (tmp_path / "lm.engine").write_bytes(b"vtrt")  # the first bytes of TensorRT-RTX's engines
+    assert cache.warm_cache(tmp_path / "lm.engine", arch="sm_80").specialisations == first.specialisations
     with pytest.raises(InputError, match="--rotary: got 64; expected 32, as"):
         cache.warm_cache(model, arch="sm_80", rotary=64)
     with pytest.raises(InputError, match=r"MODEL: got .*; expected no geometry and no surface beside it"):

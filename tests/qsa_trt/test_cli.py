@@ -70,6 +70,7 @@ def test_every_help_states_the_exit_codes_and_how_to_be_quiet(
         (["export", "folder", "-o", "m.onnx", "--random-init", "x"], "'x' is not a valid integer"),
         (["build-engine"], "Missing argument 'MODEL'"),
         (["validate", "m.onnx", "--seed", "-1"], "-1 is not in the range x>=0"),
+        (["validate", "m.onnx", "--print-polygraphy", "--json"], "it prints commands, which --json has no form for"),
         (["build-engine", "m.onnx", "--max-batch", "two"], "'two' is not a valid integer"),
     ],
 )
