@@ -166,7 +166,7 @@ def export_command(source: str, output: str, **options: Any) -> None:
 @click.option(
     "--num-pages",
     type=int,
-    help="Pages a plane of every pool, 128 tokens each.  [default: max-batch * ceil(max-kv-len / 128)]",
+    help="Pages per plane of every pool, 128 tokens each.  [default: max-batch * ceil(max-kv-len / 128)]",
 )
 @click.option("--single-profile", is_flag=True, help="One optimization profile for prefill and decode instead of two.")
 @click.option(
