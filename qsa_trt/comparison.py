@@ -147,7 +147,7 @@ def validate(
         MissingPackageError: onnxruntime is not installed.
     """
     progress = progress or Progress()
-    source = load_model(model if original is None else original)
+    source = load_model(model) if original is None else load_model(original, "--original")
     if qsa_nodes(source.model):
         what = "MODEL" if original is None else "--original"
         raise InputError(what, f"{source.path}, a patched file", "an unpatched one", "give it with --original FILE")

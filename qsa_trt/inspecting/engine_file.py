@@ -15,6 +15,7 @@ from qsa_plugin.errors import InputError, QsaError
 from .. import device
 from ..building.manifest import manifest_path
 from ..columns import columns
+from ..patching.files import ENGINE_MAGIC
 from ..runtime.engine_file import mismatches
 from ..runtime.layout import load_manifest
 from ..tensorrt_log import failure, logger
@@ -118,7 +119,7 @@ def _dims(shape: Sequence[int]) -> str:
 
 def is_engine(path: Path) -> bool:
     """Whether a file starts as TensorRT's engines do; False for one that cannot be read."""
-    return _first_bytes(path)[1:] == b"trt"
+    return _first_bytes(path)[1:] == ENGINE_MAGIC
 
 
 def _first_bytes(path: Path) -> bytes:

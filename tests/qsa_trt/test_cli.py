@@ -180,7 +180,10 @@ def test_contract_command_prints_every_name_and_the_docs_hold_the_same_text(caps
 
 def test_a_line_end_in_a_name_does_not_make_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "patch-onnx", "two\nlines.onnx")
-    assert (code, err) == (2, "qsa-trt: error: MODEL: got two lines.onnx; expected an ONNX file; check the path\n")
+    assert (code, err) == (
+        2,
+        "qsa-trt: error: MODEL: got two lines.onnx (no such file); expected an ONNX file; check the path\n",
+    )
 
 
 def test_no_command_prints_the_help_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,7 @@ def test_the_manifest_does_not_replace_the_model(model_file: Callable[..., Path]
 
 @pytest.mark.parametrize("path", [Path(), Path("/")])
 def test_folders_are_no_models(path: Path) -> None:
-    assert refusal(path) == f"MODEL: got {path}; expected an ONNX file; check the path"
+    assert refusal(path) == f"MODEL: got {path} (a folder); expected an ONNX file; check the path"
 
 
 def test_a_manifest_name_that_is_a_folder_is_refused(model_file: Callable[..., Path]) -> None:

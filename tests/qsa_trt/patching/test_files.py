@@ -24,7 +24,7 @@ def error_of(path: Path) -> str:
 
 def test_missing_file(tmp_path: Path) -> None:
     path = tmp_path / "none.onnx"
-    assert error_of(path) == f"MODEL: got {path}; expected an ONNX file; check the path"
+    assert error_of(path) == f"MODEL: got {path} (no such file); expected an ONNX file; check the path"
 
 
 def test_names_that_no_file_can_have(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_names_that_no_file_can_have(tmp_path: Path) -> None:
 
 
 def test_folder_is_no_model(tmp_path: Path) -> None:
-    assert error_of(tmp_path).startswith(f"MODEL: got {tmp_path}; expected an ONNX file")
+    assert error_of(tmp_path).startswith(f"MODEL: got {tmp_path} (a folder); expected an ONNX file")
 
 
 @pytest.mark.parametrize(
@@ -138,3 +138,25 @@ def test_too_large_for_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(InputError, match="weights in external data"):
         patch_onnx(LM, tmp_path / "out.onnx")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("", None, "MODEL: got an empty name; expected an ONNX file"),
+        ("absent.onnx", None, r"MODEL: got .*absent\.onnx \(no such file\); expected an ONNX file"),
+        (".", None, r"MODEL: got .* \(a folder\); expected an ONNX file"),
+        ("m.engine", b"vtrt\0\0\0", r"\(a TensorRT engine\); expected an ONNX file; give the model it was built from"),
+    ],
+)
+def test_what_is_no_model_is_told_apart(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name if name else ""
+    if content is not None:
+        Path(path).write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        files.load_model(path)
+
+
+def test_the_argument_that_named_the_file_is_in_the_error() -> None:
+    with pytest.raises(InputError, match="--original: got nope"):
+        files.load_model("nope", "--original")
