@@ -114,13 +114,18 @@ def warm_cache(
         RefusedError: the kernels do not support a geometry.
         FailedError: a kernel does not compile.
     """
-    arches = _arches(arch)
-    if model is not None and (geometry != "real" or surface is not None):
-        raise InputError("MODEL", model, "no geometry and no surface beside it", "leave out one of the two")
-    nodes = _geometry(geometry, surface, rotary) if model is None else _nodes(Path(model), rotary)
-    specialisations = tuple(dict.fromkeys(Specialisation.of(*node, target) for node in nodes for target in arches))
-    jobs = list(dict.fromkeys(job for spec in specialisations for job in kernels_of(spec)))
+    specialisations = specialisations_of(model, arch, geometry, surface, rotary)
     _check_folder(cache_folder())
+    return compile_kernels(specialisations, progress)
+
+
+def compile_kernels(specialisations: tuple[Specialisation, ...], progress: Progress | None = None) -> WarmReport:
+    """Compile what is not in the cache; where that cannot be written, the kernels are forgotten again.
+
+    Raises:
+        FailedError: a kernel does not compile.
+    """
+    jobs = list(dict.fromkeys(job for spec in specialisations for job in kernels_of(spec)))
     missing = [job for job in jobs if not job.path.is_file()]
     progress = progress or Progress()
     progress.total = len(missing)
@@ -129,6 +134,21 @@ def warm_cache(
         jit.compile_kernel(job.name, job.specialisation, dict(job.tuning))
         progress.done += 1
     return WarmReport(cache_folder(), specialisations, len(missing), len(jobs) - len(missing))
+
+
+def specialisations_of(
+    model: str | os.PathLike[str] | None,
+    arch: str | Sequence[str] | None,
+    geometry: str | Geometry = "real",
+    surface: str | None = None,
+    rotary: int | None = None,
+) -> tuple[Specialisation, ...]:
+    """What `warm_cache` compiles; arguments and errors as there."""
+    arches = _arches(arch)
+    if model is not None and (geometry != "real" or surface is not None):
+        raise InputError("MODEL", model, "no geometry and no surface beside it", "leave out one of the two")
+    nodes = _geometry(geometry, surface, rotary) if model is None else _nodes(Path(model), rotary)
+    return tuple(dict.fromkeys(Specialisation.of(*node, target) for node in nodes for target in arches))
 
 
 #: What a specialisation is made of beside the target: attributes, surface, rotary dims.

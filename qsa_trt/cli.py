@@ -49,6 +49,30 @@ def cli() -> None:
     """Qwen Sparse Attention for TensorRT: patch ONNX files and build engines from them."""
 
 
+#: Options that patch-onnx and export share.
+_POOL_IO = click.option(
+    "--pool-io",
+    type=click.Choice([p.option for p in contract.PoolIO]),
+    default=contract.PoolIO.IN_PLACE.option,
+    show_default=True,
+    help="How the pool output relates to the pool input: one address (in-place), declared to TensorRT as an alias, or "
+    "copied, for tools that give every output a buffer of its own.",
+)
+_REFERENCE_BODY = click.option(
+    "--reference-body/--no-reference-body",
+    default=True,
+    show_default=True,
+    help="Carry a plain-op definition of QsaAttention, which is what onnxruntime runs.",
+)
+_ROPE_TABLE = click.option(
+    "--rope-table",
+    type=click.Choice(["input", "initializer"]),
+    default="input",
+    show_default=True,
+    help="Leave the rope table a graph input, or bake it in.",
+)
+
+
 @cli.command("patch-onnx")
 @click.argument("model", type=click.Path())
 @click.option("-o", "--output", type=click.Path(), help="Where to write.  [default: MODEL with .qsa.onnx]")
@@ -58,29 +82,11 @@ def cli() -> None:
     help="Surface of the QsaAttention nodes: fp16 or bf16, with casts around the node in graphs of another type; fp32 "
     "is for comparisons in onnxruntime only.  [default: the graph's own, fp16 in fp32 graphs]",
 )
-@click.option(
-    "--pool-io",
-    type=click.Choice([p.option for p in contract.PoolIO]),
-    default=contract.PoolIO.IN_PLACE.option,
-    show_default=True,
-    help="How the pool output relates to the pool input: one address (in-place), declared to TensorRT as an alias, or "
-    "copied, for tools that give every output a buffer of its own.",
-)
-@click.option(
-    "--rope-table",
-    type=click.Choice(["input", "initializer"]),
-    default="input",
-    show_default=True,
-    help="Leave the rope table a graph input, or bake it in (needs --max-positions).",
-)
-@click.option("--max-positions", type=int, help="Positions of the baked rope table.")
+@_POOL_IO
+@_ROPE_TABLE
+@click.option("--max-positions", type=int, help="Positions of the baked rope table, which needs them.")
 @click.option("--config", type=click.Path(), help="The model's config.json, for what the graph does not tell.")
-@click.option(
-    "--reference-body/--no-reference-body",
-    default=True,
-    show_default=True,
-    help="Carry a plain-op definition of QsaAttention, which is what onnxruntime runs.",
-)
+@_REFERENCE_BODY
 @click.option(
     "--external-data",
     type=click.Choice(["copy", "link", "reference"]),
@@ -119,27 +125,10 @@ def patch_onnx_command(model: str, output: str | None, **options: Any) -> None:
     show_default=True,
     help="Of weights, activations and nodes; fp32 is for comparisons in onnxruntime.",
 )
-@click.option(
-    "--pool-io",
-    type=click.Choice([p.option for p in contract.PoolIO]),
-    default=contract.PoolIO.IN_PLACE.option,
-    show_default=True,
-    help="As for patch-onnx.",
-)
-@click.option(
-    "--rope-table",
-    type=click.Choice(["input", "initializer"]),
-    default="input",
-    show_default=True,
-    help="Leave the rope table a graph input, or bake in that of the config.",
-)
+@_POOL_IO
+@_ROPE_TABLE
 @click.option("--max-positions", type=int, help="Positions of the baked rope table.  [default: the config's]")
-@click.option(
-    "--reference-body/--no-reference-body",
-    default=True,
-    show_default=True,
-    help="Carry a plain-op definition of QsaAttention, which is what onnxruntime runs.",
-)
+@_REFERENCE_BODY
 @click.option(
     "--external-data/--no-external-data",
     default=None,

@@ -17,13 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from qsa_plugin import ensure_rtx_library, flavour_name, register, tensorrt
+from qsa_plugin import ensure_rtx_library, flavour_name, jit, register, tensorrt
 from qsa_plugin.contract import PLUGIN_NAME
 from qsa_plugin.environment import CACHE_VARIABLE, TENSORRT_VARIABLE, cache_folder, forced_flavour
 from qsa_plugin.errors import InputError, MissingPackageError, QsaError
 from qsa_plugin.flavour import INSTALL, MODULES
-from qsa_plugin.jit import nvrtc_version
-from qsa_plugin.specialisation import arch_of
+from qsa_plugin.specialisation import SPECIALISATIONS, arch_of
 
 from . import __version__, device
 from .columns import columns
@@ -219,7 +218,7 @@ def _compiler() -> Iterator[Finding]:
     remedy = "pip install 'nvidia-cuda-nvrtc>=13,<14' 'nvidia-cuda-runtime>=13,<14'"
     try:
         library = load_nvidia_dynamic_lib("nvrtc").abs_path
-        version = nvrtc_version()
+        version = jit.nvrtc_version()
     except Exception as error:  # whatever the loader raises: it is not usable
         yield Finding("NVRTC", "problem", _line(error), remedy)
         return
@@ -247,15 +246,17 @@ def _header_version(folder: Path) -> tuple[int, int] | None:
 
 
 def _trial(headers: str, remedy: str) -> Finding:
-    """Compile a kernel that does nothing, with the headers that the real ones include."""
-    from cuda.core import Program, ProgramOptions
-
-    source = '#include <cuda_fp16.h>\n#include <cuda_bf16.h>\nextern "C" __global__ void nothing() {}\n'
+    """Compile the smallest kernel anew; it includes the headers that the others do."""
+    spec = SPECIALISATIONS["real-fp16"]
+    source = jit.unit_source(_TRIAL, spec.defines())
     try:
-        Program(source, "c++", ProgramOptions(arch="sm_80", include_path=[headers])).compile("cubin")
-    except Exception as error:  # the compiler's own classes
+        jit.compile_source(_TRIAL, source, spec.arch, headers)
+    except QsaError as error:
         return Finding("trial kernel", "problem", _line(error)[:200], remedy)
-    return Finding("trial kernel", "ok", "compiles for sm_80")
+    return Finding("trial kernel", "ok", f"{_TRIAL} compiles for {spec.arch}")
+
+
+_TRIAL = "prefill_plan"
 
 
 def _gpu() -> Iterator[Finding]:

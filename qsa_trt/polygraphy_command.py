@@ -87,4 +87,6 @@ def _environment() -> str:
 
 
 def _quoted(text: str | Path) -> str:
-    return shlex.quote(str(text))
+    """For a shell; a name that starts with a dash is no option."""
+    word = str(text)
+    return shlex.quote(f"./{word}" if word.startswith("-") else word)

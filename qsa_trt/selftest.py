@@ -23,7 +23,7 @@ from qsa_plugin.contract import PAGE_SIZE
 from qsa_plugin.errors import MissingPackageError
 
 from . import device
-from .cache import warm_cache
+from .cache import compile_kernels, specialisations_of
 from .columns import columns
 from .comparison import validate
 from .doctor import DoctorReport, doctor
@@ -188,7 +188,7 @@ def _pages(work: _Work) -> str:
 def _compile(work: _Work) -> str:
     here = device.compute_capability() is not None
     arch, surfaces = (None, ("fp16", "bf16")) if here else (_TARGETS, ("fp16",))
-    reports = [warm_cache(work.file(f"{dtype} model"), arch=arch) for dtype in surfaces]
+    reports = [compile_kernels(specialisations_of(work.file(f"{dtype} model"), arch)) for dtype in surfaces]
     targets = ", ".join(spec.arch for spec in reports[0].specialisations)
     return f"{sum(r.compiled for r in reports)} compiled, {sum(r.found for r in reports)} cached, for {targets}"
 

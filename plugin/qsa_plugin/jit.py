@@ -158,21 +158,31 @@ def compile_kernel(name: str, specialisation: Specialisation, tuning: Mapping[st
         return Cubin(name, code_path.read_bytes(), log_path.read_text())
     except OSError:
         pass  # not cached, or a cache that cannot be read: compile
-    cubin = _compile(name, job.source, specialisation.arch)
+    cubin = compile_source(name, job.source, specialisation.arch)
     _write_atomically(log_path, cubin.log.encode())  # the log first: a cubin in the cache always has its log
     _write_atomically(code_path, cubin.code)
     return cubin
 
 
-def _compile(name: str, source: str, arch: str) -> Cubin:
-    """One NVRTC run."""
+def compile_source(name: str, source: str, arch: str, headers: str | None = None) -> Cubin:
+    """One NVRTC run, past the cache.
+
+    Args:
+        name: of the kernel, for errors.
+        source: the translation unit, as `unit_source` makes it.
+        arch: NVRTC target.
+        headers: folder of cuda_fp16.h; None is that of the installed package.
+
+    Raises:
+        FailedError, MissingPackageError: as `compile_kernel`.
+    """
     from cuda.core import Program, ProgramOptions
 
     log = io.StringIO()
     options = ProgramOptions(
         name=f"{name}_unit.cu",
         arch=arch,
-        include_path=[str(kernel_folder()), _cuda_headers()],
+        include_path=[str(kernel_folder()), headers or _cuda_headers()],
         **_OPTIONS,
     )
     try:

@@ -35,4 +35,4 @@ def inspect(
     path = Path(file)
     if is_engine(path):
         return inspect_engine(path, deserialize=deserialize)
-    return inspect_onnx(load_model(path, "FILE"), load_config(config))
+    return inspect_onnx(load_model(file, "FILE", "an ONNX file or a TensorRT engine"), load_config(config))

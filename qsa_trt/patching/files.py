@@ -62,23 +62,24 @@ class AddedData:
     write: Callable[[BinaryIO], None]
 
 
-def load_model(path: str | os.PathLike[str], what: str = "MODEL") -> ModelFile:
+def load_model(path: str | os.PathLike[str], what: str = "MODEL", expected: str = "an ONNX file") -> ModelFile:
     """Load a model without its external data.
 
     Args:
         path: the file.
         what: the argument it came by, for errors.
+        expected: what that argument takes, for errors.
 
     Raises:
         InputError: no such file, empty, truncated, not ONNX, or malformed as `check_well_formed` says.
     """
     if not os.fspath(path):
-        raise InputError(what, "an empty name", "an ONNX file", "check the path")
+        raise InputError(what, "an empty name", expected, "check the path")
     path = Path(path)
     try:
         if not path.is_file():
             state = "a folder" if path.is_dir() else "no regular file" if path.exists() else "no such file"
-            raise InputError(what, f"{path} ({state})", "an ONNX file", "check the path")
+            raise InputError(what, f"{path} ({state})", expected, "check the path")
         str(path).encode()
         data = path.read_bytes()
     except UnicodeEncodeError as error:  # TensorRT and onnx open files by names in UTF-8
@@ -86,16 +87,16 @@ def load_model(path: str | os.PathLike[str], what: str = "MODEL") -> ModelFile:
     except OSError as error:
         raise InputError(what, path, f"a readable file ({error.strerror})", "check its permissions") from error
     if data[1:4] == ENGINE_MAGIC:
-        raise InputError(what, f"{path} (a TensorRT engine)", "an ONNX file", "give the model it was built from")
+        raise InputError(what, f"{path} (a TensorRT engine)", expected, "give the model it was built from")
     if not data:
-        raise InputError(what, f"{path} (empty)", "an ONNX file", _EXPORT_AGAIN)
+        raise InputError(what, f"{path} (empty)", expected, _EXPORT_AGAIN)
     model = onnx.ModelProto()
     try:
         model.ParseFromString(data)
     except DecodeError as error:
-        raise InputError(what, f"{path} (not ONNX, or truncated)", "an ONNX file", _EXPORT_AGAIN) from error
+        raise InputError(what, f"{path} (not ONNX, or truncated)", expected, _EXPORT_AGAIN) from error
     if not model.ir_version or not model.opset_import or not model.graph.node:
-        raise InputError(what, f"{path} (no graph in it)", "an ONNX file", _EXPORT_AGAIN)
+        raise InputError(what, f"{path} (no graph in it)", expected, _EXPORT_AGAIN)
     return ModelFile(path, model, check_well_formed(model, path.parent))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -61,6 +62,23 @@ def test_both_modes_are_prepared_once_for_a_number_of_rotary_dims(ran: list[Any]
     }
     assert kernels.prepare(64) is first
     assert kernels.prepare(32) is not first
+
+
+def test_kernels_are_loaded_where_a_capture_allows_it(ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a module while a stream of this thread is captured is an error in any other mode."""
+    steps: list[str] = []
+
+    @contextlib.contextmanager
+    def allowed() -> Iterator[None]:
+        steps.append("allowed")
+        yield
+        steps.append("forbidden")
+
+    monkeypatch.setattr(enqueue, "_loading_allowed", allowed)
+    for kind in (QsaSparseDecodeRunner, QsaSparsePrefillRunner):
+        monkeypatch.setattr(kind, "preflight", lambda self: steps.append("load"))
+    enqueue.NodeKernels(REAL, "float16").prepare(64)
+    assert steps == ["allowed", "load", "load", "forbidden"]
 
 
 def test_an_unknown_device_is_refused(ran: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

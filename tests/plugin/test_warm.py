@@ -24,7 +24,7 @@ def test_runners_find_all_of_their_kernels_in_a_warm_cache(tmp_path: Path, monke
     for job in jobs:
         jit.compile_kernel(job.name, job.specialisation, dict(job.tuning))
     assert [file for file in jit.cached_files() if file.suffix == ".cubin"] == sorted(job.path for job in jobs)
-    monkeypatch.setattr(jit, "_compile", lambda name, *_: pytest.fail(f"{name} was compiled"))
+    monkeypatch.setattr(jit, "compile_source", lambda name, *_: pytest.fail(f"{name} was compiled"))
     loaded: list[Any] = []
     with (
         mock.patch("cuda.core.ObjectCode") as object_code,

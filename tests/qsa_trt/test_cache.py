@@ -39,7 +39,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(f"{name} {arch}")
         return jit.Cubin(name, b"code", "log")
 
-    monkeypatch.setattr(jit, "_compile", compile_)
+    monkeypatch.setattr(jit, "compile_source", compile_)
     return names
 
 

@@ -20,6 +20,7 @@ from qsa_trt import command as command_module
 from qsa_trt.building import build_engine
 from qsa_trt.exporting import export_onnx
 from qsa_trt.patching import patch_onnx
+from tests.support.originals import MODELS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -240,3 +241,15 @@ def test_a_reader_that_went_away_is_no_error_message() -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["validate", str(MODELS / "qsa_lm.onnx"), "--original", "nope"], "--original: got nope (no such file)"),
+        (["inspect", "nope"], "FILE: got nope (no such file); expected an ONNX file or a TensorRT engine"),
+    ],
+)
+def test_the_argument_at_fault_is_named(capsys: pytest.CaptureFixture[str], command: list[str], said: str) -> None:
+    code, _, err = run(capsys, *command)
+    assert code == 2 and said in err

@@ -18,12 +18,15 @@ from tests.support.requirements import needs_onnxruntime
 
 
 @needs_onnxruntime
-def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copy(MODELS / "qsa_lm.onnx", tmp_path / "my model.onnx")
+@pytest.mark.parametrize("name", ["my model.onnx", "-dash.onnx"])
+def test_the_commands_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(MODELS / "qsa_lm.onnx", tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["validate", "my model.onnx", "--print-polygraphy"]) == 0
+    assert cli.main(["validate", f"./{name}", "--print-polygraphy"]) == 0
     printed = capsys.readouterr().out
-    assert "--trt --onnxrt" in printed and sorted(p.name for p in tmp_path.iterdir()) == ["my model.onnx"]
+    assert "--trt --onnxrt" in printed and sorted(p.name for p in tmp_path.iterdir()) == [name]
     path = sysconfig.get_path("scripts") + os.pathsep + os.environ["PATH"]
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", printed.replace("--trt ", "")],

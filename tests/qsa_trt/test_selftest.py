@@ -32,7 +32,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU, and a compiler that is quick: tests/plugin compiles the kernels."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr("qsa_trt.device.compute_capability", lambda: None)
-    monkeypatch.setattr(jit, "_compile", lambda name, source, arch: jit.Cubin(name, b"code", "log"))
+    monkeypatch.setattr(jit, "compile_source", lambda name, source, arch: jit.Cubin(name, b"code", "log"))
 
 
 def test_what_a_machine_without_a_gpu_proves(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,6 +48,16 @@ def test_what_a_machine_without_a_gpu_proves(capsys: pytest.CaptureFixture[str])
     text = report.summary()
     assert "TensorRT in use" in text and "PASS  patch the sample model" in text
     assert text.splitlines()[-1].startswith("PASSED: ") and "0 failed" in text
+
+
+def test_kernels_are_compiled_without_a_cache_to_keep_them_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
+    checks = {name: selftest._CHECKS[name] for name in ("patch the sample model", "compile the kernels")}
+    monkeypatch.setattr(selftest, "_CHECKS", checks)
+    report = selftest.selftest()
+    assert [line.verdict for line in report.lines] == ["PASS", "PASS"]
+    assert ", 0 cached" in report.lines[1].detail
 
 
 def with_checks(monkeypatch: pytest.MonkeyPatch, **checks: Any) -> None:
