@@ -289,9 +289,14 @@ def device_name() -> tuple[str, str]:
     from cuda.bindings import driver
 
     handle = device.check(driver.cuDeviceGet(0))
-    name: Any = device.check(driver.cuDeviceGetName(100, handle))
+    raw: Any = device.check(driver.cuDeviceGetName(100, handle))
     version = int(device.check(driver.cuDriverGetVersion()))
-    return name.decode().rstrip("\0"), f"{version // 1000}.{version % 1000 // 10}"
+    return c_string(raw), f"{version // 1000}.{version % 1000 // 10}"
+
+
+def c_string(raw: bytes) -> str:
+    """The text of a C buffer: up to the first zero, whatever is behind it."""
+    return raw.split(b"\0")[0].decode()
 
 
 def _polygraphy() -> Iterator[Finding]:

@@ -247,3 +247,8 @@ def test_a_check_that_fails_itself_is_a_finding(monkeypatch: Patch) -> None:
     odd, cache = doctor.doctor().findings
     assert odd == Finding("odd", "problem", "ZeroDivisionError: by zero", "report this with its whole text")
     assert cache.status == "ok"
+
+
+def test_a_device_name_ends_at_its_first_zero() -> None:
+    """The driver fills 64 bytes with zeros, and what a longer buffer holds behind them stays."""
+    assert doctor.c_string(b"NVIDIA H200" + bytes(53) + b" " * 36) == "NVIDIA H200"
