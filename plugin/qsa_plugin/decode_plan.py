@@ -109,9 +109,9 @@ class AttendShape:
 
 
 def attend_shape(spec: Specialisation, capability: tuple[int, int]) -> AttendShape:
-    """The largest tile and the most stages that shared memory holds; a warp needs 8 value columns of its own."""
-    for warps, stages in ((8, 3), (8, 2), (4, 2)):
-        shape = AttendShape(min(warps, spec.head_size // 8), stages)
+    """The largest tile that shared memory holds twice; a warp needs 8 value columns of its own."""
+    for warps in (8, 4):
+        shape = AttendShape(min(warps, spec.head_size // 8), 2)
         if shape.shared_bytes(spec, clustered=True) <= shared_limit(capability):
             return shape
     raise AssertionError("every head size fits the smallest shared memory")

@@ -49,6 +49,13 @@ def budget_lengths(spec: Specialisation) -> list[int]:
     return [budget - 1, budget, budget + r - 1, budget + r, budget + 2 * r + 1, 2 * budget + 77]
 
 
+def many_rows(spec: Specialisation) -> list[int]:
+    """Rows that are scored between rows that are not."""
+    r = spec.indexer_compress_ratio
+    first, *others = budget_lengths(spec)
+    return [0, first, 1, others[-1], r, 129, *others, 0, 2, others[0] + 1, 255]
+
+
 def host_of(
     name: str, lengths: list[int], seed: int = 7, portable: bool = False, **more: Any
 ) -> tuple[Specialisation, DecodeHost]:
@@ -74,7 +81,7 @@ def inputs_of(name: str, lengths: tuple[int, ...], seed: int, more: tuple[tuple[
 
 
 @pytest.mark.pitfall(9, 10, 11, 12, 13, 14, 16)
-@pytest.mark.parametrize("lengths_of", [short_lengths, budget_lengths])
+@pytest.mark.parametrize("lengths_of", [short_lengths, budget_lengths, many_rows])
 @pytest.mark.parametrize("name", list(SPECIALISATIONS))
 def test_boundaries_match_the_reference(
     name: str, lengths_of: Callable[[Specialisation], list[int]], record_error: RecordError
@@ -88,10 +95,13 @@ def test_boundaries_match_the_reference(
 
 
 @pytest.mark.parametrize("portable", [False, True], ids=["native", "portable"])
+@pytest.mark.parametrize("more", [[], [1, 3000, 9001, 0, 2056, 5999]], ids=["few", "many"])
 @pytest.mark.parametrize("name", ["real-fp16", "real-bf16", "group-7", "smallest"])
-def test_long_contexts_match_the_reference(name: str, portable: bool, record_error: RecordError) -> None:
+def test_long_contexts_match_the_reference(
+    name: str, more: list[int], portable: bool, record_error: RecordError
+) -> None:
     """Thousands of blocks to choose from; the path that any device can run too."""
-    spec, host = host_of(name, [9000, 20011, 2052], portable=portable)
+    spec, host = host_of(name, [9000, 20011, 2052, *more], portable=portable)
     deviation = compare(spec.geometry, host.inputs, host.run(), band(spec))
     print(name, deviation)
     record_error("output ulps", deviation.output_ulps, OUTPUT_ULPS)
@@ -99,27 +109,29 @@ def test_long_contexts_match_the_reference(name: str, portable: bool, record_err
 
 
 @pytest.mark.pitfall(14)
-def test_rows_of_a_batch_equal_the_rows_alone() -> None:
+@pytest.mark.parametrize("lengths", [[1, 5000, 2051, 0], [1, 5000, 2051, 0, 2060, 3, 4000, 2052, 129]], ids=["4", "9"])
+def test_rows_of_a_batch_equal_the_rows_alone(lengths: list[int]) -> None:
     """Kind 14, bit for bit. The splits of a row depend on the batch size, so a row alone runs in a batch as wide."""
-    lengths = [1, 5000, 2051, 0]
+    batch = len(lengths)
     _, host = host_of("real-fp16", lengths)
     together = host.run()
     for row, length in enumerate(lengths):
         host.buffers["past_key_value"].write(host.inputs["past_key_value"])
-        host.buffers["context_lengths"].write(np.where(np.arange(4) == row, length, 0).astype(np.int32))
+        host.buffers["context_lengths"].write(np.where(np.arange(batch) == row, length, 0).astype(np.int32))
         alone = host.run()
         assert np.array_equal(alone.output[row].view(np.uint16), together.output[row].view(np.uint16))
-        assert not alone.output[np.arange(4) != row].any()
+        assert not alone.output[np.arange(batch) != row].any()
 
 
 @pytest.mark.pitfall(19)
 @pytest.mark.parametrize("portable", [False, True], ids=["native", "portable"])
-def test_a_hundred_runs_are_bitwise_equal(portable: bool) -> None:
+@pytest.mark.parametrize("times", [1, 3], ids=["few", "many"])
+def test_a_hundred_runs_are_bitwise_equal(times: int, portable: bool) -> None:
     """Kind 19: the merge order is fixed, counters and partials are garbage before each run.
 
     The lengths do not complete a block, so a step overwrites what it wrote before with the same values.
     """
-    _, host = host_of("real-fp16", [33, 65, 1, 7001], portable=portable)
+    _, host = host_of("real-fp16", [33, 65, 1, 7001] * times, portable=portable)
     first = host.run()
     for _ in range(100):
         again = host.run()
@@ -128,13 +140,14 @@ def test_a_hundred_runs_are_bitwise_equal(portable: bool) -> None:
 
 
 @pytest.mark.pitfall(25)
-def test_a_graph_replays_with_other_lengths() -> None:
+@pytest.mark.parametrize("times", [1, 5], ids=["few", "many"])
+def test_a_graph_replays_with_other_lengths(times: int) -> None:
     """Kind 25: captured at one length, replayed across the dense/sparse switch; equal to eager, bit for bit."""
-    _, host = host_of("real-fp16", [6000, 6000])
+    _, host = host_of("real-fp16", [6000, 6000] * times)
     graph = host.stream.capture(host.enqueue)
     assert graph.nodes == 2
     for lengths in ([1, 2], [2051, 2052], [2053, 127], [6000, 1], [4, 0], [5999, 6000]):
-        host.buffers["context_lengths"].write(np.array(lengths, np.int32))
+        host.buffers["context_lengths"].write(np.array(lengths * times, np.int32))
         host.buffers["past_key_value"].write(np.nan_to_num(host.inputs["past_key_value"]))
         eager = host.run()
         host.buffers["past_key_value"].write(np.nan_to_num(host.inputs["past_key_value"]))
@@ -149,11 +162,12 @@ def test_a_graph_replays_with_other_lengths() -> None:
 
 
 @pytest.mark.pitfall(24, 25)
-def test_an_enqueue_captured_behind_a_copy_sees_what_was_copied() -> None:
+@pytest.mark.parametrize("times", [1, 5], ids=["few", "many"])
+def test_an_enqueue_captured_behind_a_copy_sees_what_was_copied(times: int) -> None:
     """Kinds 24 and 25: the first kernel may start early behind a kernel, and must wait behind anything else."""
     from cuda.bindings import driver
 
-    _, host = host_of("real-fp16", [6000, 2500])
+    _, host = host_of("real-fp16", [6000, 2500] * times)
     backup = device.Buffer.of(np.nan_to_num(host.inputs["past_key_value"]))
     pool = host.buffers["past_key_value"]
 
@@ -177,9 +191,10 @@ def test_an_enqueue_captured_behind_a_copy_sees_what_was_copied() -> None:
 
 
 @pytest.mark.pitfall(25)
-def test_a_thousand_replays_are_equal() -> None:
+@pytest.mark.parametrize("times", [1, 6], ids=["few", "many"])
+def test_a_thousand_replays_are_equal(times: int) -> None:
     """Kind 25. Neither length completes a block, so a step overwrites its own pool rows with the same values."""
-    _, host = host_of("real-fp16", [6001, 33])
+    _, host = host_of("real-fp16", [6001, 33] * times)
     first = host.run()
     graph = host.stream.capture(host.enqueue)
     for _ in range(1000):

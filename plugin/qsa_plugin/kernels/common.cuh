@@ -305,14 +305,38 @@ __device__ __forceinline__ void score_mma(float (&d)[4], const uint4& key_g, con
     mma_16816(d, second, query.z, query.w);
 }
 
-// The score of one block from a quad's four lanes: this lane has the dots of heads 2t and 2t + 1. All four get it.
-// The head sum has one fixed order too: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
-__device__ __forceinline__ float score_of_quad(float even, float odd, int t) {
-    even = 2 * t < IH && !(even < 0.f) ? even : 0.f;  // relu that keeps NaN
+constexpr float SQRT_ID = ID == 128 ? 11.3137085f : ID == 64 ? 8.f : 5.65685425f;  // fp32 square root of ID
+constexpr float RSQRT_ID = 1.f / SQRT_ID;
+
+// sum / SQRT_ID, correctly rounded as __fdiv_rn: one multiplication and one exact correction. __fdiv_rn itself takes a
+// slow path for zero, the score of every block that no head likes.
+__device__ __forceinline__ float divide_by_sqrt(float sum) {
+    const float quotient = sum * RSQRT_ID;
+    const float corrected = fmaf(fmaf(-quotient, SQRT_ID, sum), RSQRT_ID, quotient);
+    return fabsf(quotient) <= 3.4e38f ? corrected : quotient;  // infinity and NaN stay
+}
+
+// The head sum has one fixed order: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). This is its innermost pair, of heads 2t
+// and 2t + 1, after a relu that keeps NaN.
+__device__ __forceinline__ float sum_of_heads(float even, float odd, int t) {
+    even = 2 * t < IH && !(even < 0.f) ? even : 0.f;
     odd = 2 * t + 1 < IH && !(odd < 0.f) ? odd : 0.f;
-    float sum = even + odd;
+    return even + odd;
+}
+
+// The score of one block from a quad's four lanes: this lane has the dots of heads 2t and 2t + 1. All four get it.
+__device__ __forceinline__ float score_of_quad(float even, float odd, int t) {
+    float sum = sum_of_heads(even, odd, t);
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    constexpr float SQRT_ID = ID == 128 ? 11.3137085f : ID == 64 ? 8.f : 5.65685425f;  // fp32 square root of ID
-    return __fdiv_rn(sum, SQRT_ID);
+    return divide_by_sqrt(sum);
+}
+
+// The score of block row g + 8 * (t & 1) from the dots of one mma; the same in lanes t and t + 2.
+__device__ __forceinline__ float score_of_dots(const float (&dots)[4], int t) {
+    const float low = sum_of_heads(dots[0], dots[1], t), high = sum_of_heads(dots[2], dots[3], t);
+    const bool odd = t & 1;
+    float sum = (odd ? high : low) + __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    return divide_by_sqrt(sum);
 }

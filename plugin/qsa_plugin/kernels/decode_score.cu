@@ -122,9 +122,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_score(const __gr
         float dots[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
         for (int j = 0; j < PIECES; ++j) score_mma(dots, keys.piece[0][j], keys.piece[1][j], query[j]);
-        const float low = score_of_quad(dots[0], dots[1], t), high = score_of_quad(dots[2], dots[3], t);
         const int block = tile * SCORE_TILE + g + 8 * (t & 1);
-        const float score = (t & 1) == 0 ? low : high;
+        const float score = score_of_dots(dots, t);
 #if SCORE_STAGE
         if (t < 2 && block < blocks) scores[block] = __float_as_uint(score);
 #else

@@ -10,17 +10,6 @@
 
 constexpr int PIECES = ID / 32;  // 16-byte pieces of a vector in a lane
 
-constexpr float SQRT_ID = ID == 128 ? 11.3137085f : ID == 64 ? 8.f : 5.65685425f;  // fp32 square root of ID
-constexpr float RSQRT_ID = 1.f / SQRT_ID;
-
-// sum / SQRT_ID, correctly rounded as __fdiv_rn: one multiplication and one exact correction. __fdiv_rn itself takes a
-// slow path for zero, the score of every block that no head likes.
-__device__ __forceinline__ float divide_by_sqrt(float sum) {
-    const float quotient = sum * RSQRT_ID;
-    const float corrected = fmaf(fmaf(-quotient, SQRT_ID, sum), RSQRT_ID, quotient);
-    return fabsf(quotient) <= 3.4e38f ? corrected : quotient;  // infinity and NaN stay
-}
-
 // The score of a head sum; KEYS: the bits of its sort key instead.
 template <bool KEYS>
 __device__ __forceinline__ float score_or_key(float sum) {
