@@ -13,12 +13,20 @@ constexpr int PIECES = ID / 32;  // 16-byte pieces of a vector in a lane
 // The score of a head sum; KEYS: the bits of its sort key instead.
 template <bool KEYS>
 __device__ __forceinline__ float score_or_key(float sum) {
-    const float score = divide_by_sqrt(sum);
-    return KEYS ? __uint_as_float(score_key(score)) : score;
+    if constexpr (KEYS) {  // sums are not negative
+        const float quotient = sum * RSQRT_ID;
+        uint32_t key = __float_as_uint(fmaf(fmaf(-quotient, SQRT_ID, sum), RSQRT_ID, quotient)) | 0x80000000u;
+        if (!(quotient <= 3.4e38f)) key = quotient > 0.f ? 0xff800000u : 0u;  // infinity, NaN
+        return __uint_as_float(key);
+    }
+    return divide_by_sqrt(sum);
 }
 
 // relu that lets NaN pass
-__device__ __forceinline__ float relu(float x) { return x < 0.f ? 0.f : x; }
+__device__ __forceinline__ float relu(float x) {
+    asm("max.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));
+    return x;
+}
 
 __device__ __forceinline__ const surf_t* block_key(
     const surf_t* pool, const int* page_table, int pages_per_seq, int b, int block) {
@@ -50,6 +58,7 @@ constexpr int ROW_TILE = 16;
 constexpr int BLOCK_TILE = 32;  // block keys that a warp scores at a time: two left operands of score_mma
 constexpr int SCORE_THREADS = 192;
 constexpr int SCORE_CTAS = IH > 4 ? 1 : 2;  // an SM: without spills
+constexpr bool QUERIES_STAY = false;  // two CTAs share the memory: histograms of selection take their place
 // Elements from one row of queries to the next in shared memory: neighbours start half of all banks apart.
 constexpr int QUERY_STRIDE = IH * ID + (IH * ID % 64 == 0 ? 32 : 0);
 constexpr int QUERY_BYTES = ROW_TILE * QUERY_STRIDE * sizeof(surf_t);

@@ -7,8 +7,9 @@
 
 constexpr int ROW_TILE = 32;
 constexpr int BLOCK_TILE = 64;
-constexpr int SCORE_THREADS = IH > 4 ? 384 : 512;  // registers without spills
+constexpr int SCORE_THREADS = 512;
 constexpr int SCORE_CTAS = 1;
+constexpr bool QUERIES_STAY = true;  // beside the histograms of selection: shared memory holds both
 constexpr int PRODUCTS = ID / 16;  // of a dot
 constexpr int PAIRS = (IH + 1) / 2;
 constexpr int PAIR_BYTES = 2 * ROW_TILE * 128;
@@ -99,14 +100,14 @@ __device__ __forceinline__ void score_blocks(
         }
         float sum[4][4];
         score_heads(sum, keys, queries);
-        const int next = first + SCORE_THREADS / 128 * BLOCK_TILE;
-        if (next < work.end) load(next);  // on its way while this step's scores are stored
+        load(first + SCORE_THREADS / 128 * BLOCK_TILE);  // on its way while this step's scores are stored
+        const int rows = work.rows;
         float* to = work.out + first - work.begin + warp * 16 + g + 2 * t * stride;
 #pragma unroll
         for (int n = 0; n < 4; ++n, to += 8 * stride)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                if (n * 8 + t * 2 + i >= work.rows) continue;
+                if (n * 8 + t * 2 + i >= rows) continue;
                 to[i * stride] = score_or_key<KEYS>(sum[n][i]);
                 to[i * stride + 8] = score_or_key<KEYS>(sum[n][2 + i]);
             }

@@ -35,6 +35,10 @@ struct Work {
     int64_t base;     // of the first row in `queries` and `lists`
 };
 
+__device__ __forceinline__ float* own_scratch(const SelectTilesParams& p) {
+    return p.scratch + static_cast<int64_t>(blockIdx.x) * ROW_TILE * (p.chunk + 2 * p.candidates);
+}
+
 // One thread: the next chunk, of this tile or of the next that has a sparse row. False if there is none.
 __device__ __forceinline__ bool next_work(const SelectTilesParams& p, Work& work) {
     const int tiles = (p.rows + ROW_TILE - 1) / ROW_TILE;
@@ -60,30 +64,34 @@ __device__ __forceinline__ bool next_work(const SelectTilesParams& p, Work& work
 
 extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_select_tiles(
     const __grid_constant__ SelectTilesParams p) {
-    extern __shared__ __align__(1024) unsigned char shared[];  // queries [QUERY_BYTES], or histograms [WARPS, BINS]
+    extern __shared__ __align__(1024) unsigned char shared[];  // queries [QUERY_BYTES], histograms [WARPS, BINS]
     __shared__ RowState states[ROW_TILE];
     __shared__ Work work;
     if (threadIdx.x == 0) {
         work.index = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
         work.score.begin = work.blocks = 0;
-        work.score.out = p.scratch + static_cast<int64_t>(blockIdx.x) * ROW_TILE * (p.chunk + 2 * p.candidates);
+        work.score.out = own_scratch(p);
     }
     while (__syncthreads_or(threadIdx.x == 0 && next_work(p, work))) {
-        stage_queries(p.queries + work.base * (IH * ID), work.score.rows, shared);
-        __syncthreads();
+        if (!QUERIES_STAY || work.score.begin == 0) {
+            stage_queries(p.queries + work.base * (IH * ID), work.score.rows, shared);
+            __syncthreads();
+        }
         score_blocks<true>(shared, work.score, p.pool, p.chunk);
         __syncthreads();
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        int thread;  // read again, not kept while scores are made: the products need all registers
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        const int warp = thread / 32, lane = thread % 32;
+        uint32_t* scratch = reinterpret_cast<uint32_t*>(own_scratch(p));
 #pragma unroll 1
         for (int r = warp; r < work.score.rows; r += WARPS) {
             const int blocks = visible_blocks(work.position + r);
             if (blocks <= BUDGET_BLOCKS) continue;  // not a sparse row
-            uint32_t* chunks = reinterpret_cast<uint32_t*>(work.score.out);
-            uint32_t* keys = chunks + ROW_TILE * p.chunk + r * 2 * p.candidates;
+            uint32_t* keys = scratch + ROW_TILE * p.chunk + r * 2 * p.candidates;
             const int first = work.score.begin;
-            select_chunk(chunks + r * p.chunk, first, max(0, min(p.chunk, blocks - first)),
+            select_chunk(scratch + r * p.chunk, first, max(0, min(p.chunk, blocks - first)),
                          work.score.end == work.blocks, keys, reinterpret_cast<int*>(keys + p.candidates), states[r],
-                         reinterpret_cast<uint32_t*>(shared) + warp * BINS,
+                         reinterpret_cast<uint32_t*>(shared + (QUERIES_STAY ? QUERY_BYTES : 0)) + warp * BINS,
                          p.lists + (work.base + r) * BUDGET_BLOCKS, lane);
         }
         __syncthreads();
@@ -100,7 +108,7 @@ struct SelectRowsParams {
 
 // One warp a row.
 constexpr int ROW_WARPS = 8;
-extern "C" __global__ void __launch_bounds__(ROW_WARPS * 32) qsa_select_rows(
+extern "C" __global__ void __launch_bounds__(ROW_WARPS * 32, 4) qsa_select_rows(
     const __grid_constant__ SelectRowsParams p) {
     __shared__ alignas(16) uint32_t histogram[ROW_WARPS][BINS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -16,6 +16,7 @@ constexpr int BINS = 1024;
 constexpr int BIN_BITS = 10;
 constexpr int SPAN_BITS = 26;  // keys that the first histogram spreads out: eight octaves of scores
 constexpr int QUADS = 4;       // vector loads in flight a lane
+constexpr int WINDOW = 128 * QUADS;  // keys a warp
 constexpr int FEW = 32;        // keys that are ranked by counting, one a lane
 // Longest list of candidates that is kept as it is; a longer one is thinned out. It is longer by a chunk at most.
 constexpr int MAX_CANDIDATES = 2 * BUDGET_BLOCKS > 1024 ? 2 * BUDGET_BLOCKS : 1024;
@@ -30,10 +31,12 @@ constexpr Threshold EVERYTHING = {0u, 0x7fffffff};
 // multiple of four.
 struct Keys {
     const uint32_t* keys;
+    __device__ __forceinline__ uint32_t one(int at) const { return keys[at]; }
     __device__ __forceinline__ uint4 four(int at) const { return *reinterpret_cast<const uint4*>(keys + at); }
 };
 struct Scores {
     const float* scores;
+    __device__ __forceinline__ uint32_t one(int at) const { return score_key(scores[at]); }
     __device__ __forceinline__ uint4 four(int at) const {
         const float4 four = *reinterpret_cast<const float4*>(scores + at);
         return make_uint4(score_key(four.x), score_key(four.y), score_key(four.z), score_key(four.w));
@@ -44,9 +47,9 @@ struct Scores {
 template <class Row, class F>
 __device__ __forceinline__ void for_quads(const Row& row, int count, int lane, const F& f) {
 #pragma unroll 1
-    for (int base = lane * 4; base - lane * 4 < count; base += 128 * QUADS) {
+    for (int base = lane * 4; base - lane * 4 < count; base += WINDOW) {
         uint4 raw[QUADS];
-        if (base - lane * 4 + 128 * QUADS <= count) {
+        if (base - lane * 4 + WINDOW <= count) {
 #pragma unroll
             for (int i = 0; i < QUADS; ++i) raw[i] = row.four(base + i * 128);
 #pragma unroll
@@ -148,7 +151,7 @@ __device__ __forceinline__ void narrow(
 template <class Row>
 __device__ __forceinline__ Slice first_slice(const Row& row, int count, uint32_t* histogram, int lane) {
     uint32_t top = 0;
-    for_quads(row, min(count, 128 * QUADS), lane, [&](const uint32_t (&keys)[4], int valid) {
+    for_quads(row, min(count, WINDOW), lane, [&](const uint32_t (&keys)[4], int valid) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) top = i < valid ? max(top, keys[i]) : top;
     });
@@ -199,90 +202,66 @@ __device__ __forceinline__ Threshold find_threshold(const Row& row, int count, u
                                                          : Threshold{slice.low, slice.wanted};
 }
 
-// How many bits of each nibble are set, a byte each; sums over a warp of up to 128 stay within a byte.
-__device__ __forceinline__ uint32_t nibble_counts(uint32_t bits) {
-    uint32_t counts = 0;
-#pragma unroll
-    for (int i = 0; i < QUADS; ++i) counts |= __popc(bits >> 4 * i & 15u) << 8 * i;
-    return counts;
-}
-// Byte by byte: the sum over the lanes below this one, and over all.
-__device__ __forceinline__ uint32_t lanes_below(uint32_t counts, int lane, uint32_t& all) {
-    uint32_t sum = counts;
+// Sum over the lanes below this one, and over all.
+__device__ __forceinline__ int lanes_below(int x, int lane, int& all) {
+    int sum = x;
 #pragma unroll
     for (int step = 1; step < 32; step <<= 1) {
-        const uint32_t other = __shfl_up_sync(0xffffffffu, sum, step);
+        const int other = __shfl_up_sync(0xffffffffu, sum, step);
         if (lane >= step) sum += other;
     }
     all = __shfl_sync(0xffffffffu, sum, 31);
-    return sum - counts;
+    return sum - x;
 }
 
 // Appends the keys that a threshold takes, and their ids, to a list of `taken`, in their order; returns its length.
-// ids: [count] if LISTED, else key i has id first_id + i. to_keys: may be null, then only ids are stored. The list may
-// be the one that is read: nothing is written ahead of what was read.
+// ids: [count] if LISTED, else key i has id first_id + i. to_keys: may be null, then only ids are stored. The list may be
+// the one that is read: nothing is written ahead of what was read. places: WINDOW words of shared memory of this warp.
 template <bool LISTED, class Row>
 __device__ __forceinline__ int append(const Row& row, const int* ids, int first_id, int count, Threshold threshold,
-                                      uint32_t* to_keys, int* to_ids, int taken, int lane) {
-    static_assert(QUADS == 4, "a byte a quad");
+                                      uint32_t* to_keys, int* to_ids, int taken, uint32_t* places, int lane) {
     int ties_left = threshold.ties;
 #pragma unroll 1
-    for (int base = 0; base < count; base += 128 * QUADS) {
-        uint32_t key[QUADS][4];
-        int id[QUADS][4];
-        uint32_t take = 0, valid = 0;  // bit 4 i + j: key [i][j]
+    for (int base = 0; base < count; base += WINDOW) {
+        const int at = base + lane * (4 * QUADS), left = count - at;  // neighbours, so that one sum orders them
+        uint32_t take = 0, tied = 0;  // a bit a key
+        uint4 raw[QUADS];
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) raw[i] = 4 * i < left ? row.four(at + 4 * i) : make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) {
-            const int at = base + i * 128 + lane * 4, left = count - at;
-            const uint4 four = left > 0 ? row.four(at) : make_uint4(0, 0, 0, 0);
-            key[i][0] = four.x, key[i][1] = four.y, key[i][2] = four.z, key[i][3] = four.w;
-            if constexpr (LISTED) {
-                const int4 own = left > 0 ? *reinterpret_cast<const int4*>(ids + at) : make_int4(0, 0, 0, 0);
-                id[i][0] = own.x, id[i][1] = own.y, id[i][2] = own.z, id[i][3] = own.w;
-            }
-            valid |= (left >= 4 ? 15u : left > 0 ? (1u << left) - 1u : 0u) << 4 * i;
-        }
-#pragma unroll
-        for (int i = 0; i < 4 * QUADS; ++i)
-            if (key[i / 4][i % 4] > threshold.key) take |= 1u << i;
-        take &= valid;
-        uint32_t all;
-        if (ties_left > 0) {
-            uint32_t tied = 0;
-#pragma unroll
-            for (int i = 0; i < 4 * QUADS; ++i)
-                if (key[i / 4][i % 4] == threshold.key) tied |= 1u << i;
-            tied &= valid;
-            if (__any_sync(0xffffffffu, tied != 0)) {
-                const uint32_t below = lanes_below(nibble_counts(tied), lane, all);
-                int seen = 0;
-#pragma unroll
-                for (int i = 0; i < QUADS; ++i) {
-                    int before = seen + static_cast<int>(below >> 8 * i & 255u);
-#pragma unroll
-                    for (int j = 4 * i; j < 4 * i + 4; ++j)
-                        if (tied >> j & 1u && before++ < ties_left) take |= 1u << j;
-                    seen += static_cast<int>(all >> 8 * i & 255u);
-                }
-                ties_left = max(0, ties_left - seen);
-            }
-        }
-        if (!__any_sync(0xffffffffu, take != 0)) continue;
-        const uint32_t below = lanes_below(nibble_counts(take), lane, all);
-        __syncwarp();  // all have read
-#pragma unroll
-        for (int i = 0; i < QUADS; ++i) {
-            int place = taken + static_cast<int>(below >> 8 * i & 255u);
+            const uint32_t keys[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                if (!(take >> (4 * i + j) & 1u)) continue;
-                if (to_keys != nullptr) to_keys[place] = key[i][j];
-                to_ids[place++] = LISTED ? id[i][j] : first_id + base + i * 128 + lane * 4 + j;
+                if (keys[j] > threshold.key) take |= 1u << (4 * i + j);
+                if (keys[j] == threshold.key) tied |= 1u << (4 * i + j);
             }
-            taken += static_cast<int>(all >> 8 * i & 255u);
         }
+        const uint32_t valid = left >= 4 * QUADS ? 0xffffffffu : left > 0 ? (1u << left) - 1u : 0u;
+        take &= valid;
+        tied &= valid;
+        int all;
+        if (ties_left > 0 && __any_sync(0xffffffffu, tied != 0)) {
+            const int before = lanes_below(__popc(tied), lane, all);
+            for (int n = ties_left - before; __any_sync(0xffffffffu, n > 0 && tied != 0); --n, tied &= tied - 1)
+                if (n > 0) take |= tied & -tied;
+            ties_left = max(0, ties_left - all);
+        }
+        int place = lanes_below(__popc(take), lane, all);
+        for (; __any_sync(0xffffffffu, take != 0); take &= take - 1)  // as one, which is cheaper than apart
+            if (take != 0) places[place++] = at + __ffs(take) - 1;
+        __syncwarp();
+        for (int i = lane; i - lane < all; i += 32) {
+            const int from = i < all ? places[i] : 0;
+            const uint32_t key = row.one(from);
+            const int id = LISTED ? ids[from] : first_id + from;
+            __syncwarp();  // all have read
+            if (to_keys != nullptr && i < all) to_keys[taken + i] = key;
+            if (i < all) to_ids[taken + i] = id;
+        }
+        taken += all;
+        __syncwarp();
     }
-    __syncwarp();
     return taken;
 }
 
@@ -295,7 +274,7 @@ __device__ __forceinline__ void select_row(
         return;
     }
     const Threshold threshold = find_threshold(row, count, histogram, lane);
-    append<LISTED>(row, ids, 0, count, threshold, nullptr, list, 0, lane);
+    append<LISTED>(row, ids, 0, count, threshold, nullptr, list, 0, histogram, lane);
 }
 
 // What is known of a row between two chunks.
@@ -321,7 +300,7 @@ __device__ __forceinline__ void select_chunk(const uint32_t* chunk, int first, i
         const uint32_t low = first_slice(Keys{chunk}, count, histogram, lane).low;
         if (low > 0) bound = {low - 1u, 0};
     }
-    candidates = append<false>(Keys{chunk}, nullptr, first, count, bound, keys, ids, candidates, lane);
+    candidates = append<false>(Keys{chunk}, nullptr, first, count, bound, keys, ids, candidates, histogram, lane);
     if (last) {
         select_row<true>(Keys{keys}, ids, candidates, histogram, list, lane);
         return;
@@ -330,7 +309,7 @@ __device__ __forceinline__ void select_chunk(const uint32_t* chunk, int first, i
         const Slice slice = first_slice(Keys{keys}, candidates, histogram, lane);
         if (slice.low > 0 && BUDGET_BLOCKS - slice.wanted + slice.inside <= MAX_CANDIDATES) bound = {slice.low - 1u, 0};
         else bound = find_threshold(Keys{keys}, candidates, histogram, lane);  // crowded
-        candidates = append<true>(Keys{keys}, ids, 0, candidates, bound, keys, ids, 0, lane);
+        candidates = append<true>(Keys{keys}, ids, 0, candidates, bound, keys, ids, 0, histogram, lane);
         bound.ties = 0;  // later blocks lose against those
     }
     __syncwarp();
