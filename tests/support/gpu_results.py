@@ -182,7 +182,9 @@ def summary(record: dict[str, Any]) -> str:
     """A results file as Markdown: where and when, how many, and every figure with its bound."""
     cases = record["cases"]
     tensorrt = record["tensorrt"] or "no TensorRT"
-    sessions = f" of {record['sessions']} sessions, most of them beside each other" if record.get("sessions", 1) > 1 else ""
+    sessions = (
+        f" of {record['sessions']} sessions, most of them beside each other" if record.get("sessions", 1) > 1 else ""
+    )
     lines = [
         f"{record['date']}, {record['gpu']}, driver {record['driver']}; Python {record['python']}, cuda-bindings "
         f"{record['cuda-bindings']}, NVRTC {record['nvrtc']}, torch {record['torch']}, transformers "
