@@ -97,10 +97,17 @@ def compile_engine(
         config.progress_monitor = monitor
         serialized = builder.build_serialized_network(network, config)
         if serialized is None or first_error() is not None:  # the bindings build on after some exceptions
-            raise failure("the build failed", log)
+            raise failure(f"the build failed{_limits(options)}", log)
         if cache is not None and options.timing_cache:
             save_timing_cache(cache, options.timing_cache)
         return serialized
+
+
+def _limits(options: BuildOptions) -> str:
+    """What the options withheld from the builder, which its own error does not say."""
+    if options.workspace is None:
+        return ""
+    return f" with at most {options.workspace} bytes of workspace (raise --workspace or leave it out)"
 
 
 def start_builder(trt: Any, log: Any) -> Any:

@@ -90,6 +90,8 @@ def load_model(path: str | os.PathLike[str], what: str = "MODEL", expected: str 
         raise InputError(what, f"{path} (a TensorRT engine)", expected, "give the model it was built from")
     if not data:
         raise InputError(what, f"{path} (empty)", expected, _EXPORT_AGAIN)
+    if other := _other_format(data):
+        raise InputError(what, f"{path} ({other})", expected, _instead(path, other))
     model = onnx.ModelProto()
     try:
         model.ParseFromString(data)
@@ -98,6 +100,25 @@ def load_model(path: str | os.PathLike[str], what: str = "MODEL", expected: str 
     if not model.ir_version or not model.opset_import or not model.graph.node:
         raise InputError(what, f"{path} (no graph in it)", expected, _EXPORT_AGAIN)
     return ModelFile(path, model, check_well_formed(model, path.parent))
+
+
+_JSON, _SAFETENSORS, _ARCHIVE = "JSON", "safetensors weights", "a zip archive, such as .npz"
+
+
+def _other_format(data: bytes) -> str | None:
+    """What a file is that people have beside a model and that is none."""
+    if data.lstrip()[:1] in (b"{", b"["):
+        return _JSON
+    if data[8:9] == b"{" and int.from_bytes(data[:8], "little") < len(data):
+        return _SAFETENSORS
+    return _ARCHIVE if data[:4] == b"PK\x03\x04" else None
+
+
+def _instead(path: Path, other: str) -> str:
+    described = path.with_suffix("")
+    if other == _JSON and described.is_file():
+        return f"give {described}, which it describes"
+    return "make the model from its checkpoint: qsa-trt export" if other == _SAFETENSORS else _EXPORT_AGAIN
 
 
 def default_output(model: Path) -> Path:

@@ -13,8 +13,8 @@ from qsa_plugin.specialisation import ARCHES, SPECIALISATIONS, Specialisation
 
 #: Spill bytes allowed, by kernel: none in scoring, selection and attention.
 SPILLS = {"prefill_write": 64, "prefill_block_pool": 64, "prefill_qprep": 64, "prefill_plan": 64}
-#: Exceptions, by NVRTC, kernel file and target: the older compiler keeps a few values more than there are registers, 13.5
-#: does not. Dense attention with heads of 256 fills all 255; `score_rows_tc`, the stage that no enqueue launches, all 168.
+#: Exceptions, by NVRTC, kernel file and target: the older compiler keeps a few values more than there are registers,
+#: 13.5 does not. Dense attention with heads of 256 fills all 255; `score_rows_tc`, which no enqueue launches, all 168.
 EXCEPTIONS = {
     ((13, 0), "prefill_attn", "sm_120"): 24,
     ((13, 0), "prefill_attn", "sm_121"): 24,

@@ -292,7 +292,8 @@ def test_a_callback_that_fails_silently_does_not_pass(
 
 
 def test_tensorrts_own_error_is_shown(model_file: Callable[..., Path]) -> None:
-    assert re.fullmatch(r"the build failed: .+Error Code \d+: .+", failure(model_file(), workspace=1))
+    hint = r" with at most 1 bytes of workspace \(raise --workspace or leave it out\)"
+    assert re.fullmatch(rf"the build failed{hint}: .+Error Code \d+: .+", failure(model_file(), workspace=1))
 
 
 def test_a_failed_build_of_several_layers_leaves_the_process_whole(model_file: Callable[..., Path]) -> None:
@@ -305,7 +306,7 @@ sys.exit(main(["build-engine", {str(model_file(2))!r}, "--max-kv-len", "256", "-
     environment = os.environ | {"MALLOC_CHECK_": "3", "LD_PRELOAD": "libc_malloc_debug.so.0"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    assert "qsa-trt: error: the build failed: " in done.stderr
+    assert "qsa-trt: error: the build failed with at most 1 bytes of workspace" in done.stderr
 
 
 def test_a_failed_build_keeps_an_older_engine(model_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

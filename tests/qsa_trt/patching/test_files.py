@@ -54,6 +54,30 @@ def test_broken_files(content: bytes, said: str, tmp_path: Path) -> None:
     assert error_of(path) == f"MODEL: got {path} {said}; expected an ONNX file; give a complete ONNX file"
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b' {"flavour": "tensorrt_rtx"}', "(JSON); expected an ONNX file; give a complete ONNX file"),
+        (b"PK\x03\x04 and more", "(a zip archive, such as .npz); expected an ONNX file; give a complete ONNX file"),
+        (
+            (2).to_bytes(8, "little") + b"{}and weights",
+            "(safetensors weights); expected an ONNX file; make the model from its checkpoint: qsa-trt export",
+        ),
+    ],
+)
+def test_what_lies_beside_models_is_named(content: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.onnx"
+    path.write_bytes(content)
+    assert error_of(path) == f"MODEL: got {path} {said}"
+
+
+def test_a_manifest_leads_to_its_engine(tmp_path: Path) -> None:
+    path, engine = tmp_path / "m.engine.json", tmp_path / "m.engine"
+    path.write_text("{}")
+    engine.write_bytes(b"x")
+    assert error_of(path) == f"MODEL: got {path} (JSON); expected an ONNX file; give {engine}, which it describes"
+
+
 def test_file_cut_between_graph_and_imports(tmp_path: Path) -> None:
     """Parses, but names no opset: as good as truncated."""
     model = load()
