@@ -13,9 +13,9 @@ from qsa_plugin.specialisation import ARCHES, SPECIALISATIONS, Specialisation
 
 #: Spill bytes allowed, by kernel: none in scoring, selection and attention.
 SPILLS = {"prefill_write": 64, "prefill_block_pool": 64, "prefill_qprep": 64, "prefill_plan": 64}
-#: Exceptions, by kernel file and target. Dense attention with heads of 256 fills all 255 registers there, and NVRTC 13.0
-#: keeps a few values more (13.5 does not); `score_rows_tc`, a stage that no enqueue launches, fills the 128 or 168 that
-#: its threads leave each other, while the same scoring inside selection does not.
+#: Exceptions, by kernel file and target. Dense attention with heads of 256 fills all 255 registers there, and NVRTC
+#: 13.0 keeps a few values more (13.5 does not); `score_rows_tc`, a stage that no enqueue launches, fills the 128 or 168
+#: that its threads leave each other, while the same scoring inside selection does not.
 EXCEPTIONS = {("prefill_attn", "sm_120"): 24, ("prefill_attn", "sm_121"): 24, ("prefill_score", "sm_90a"): 4}
 
 
