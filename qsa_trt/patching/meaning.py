@@ -1,17 +1,14 @@
 """Follows what every tensor of a cut means, step by step; a node that does something QSA does not is refused.
 
-The cut replaces these nodes unseen, so an extra bias, scale, norm or rotation would be lost without a word. Meanings:
-`q0 k0 v0 i0` raw heads; `im` block means of index keys; `q1 k1 iq1 ik1` normed; `q2 k2 iq2 ik2` rotated; `logits`,
-`weights`, `out` of the attention; `products`, `rectified`, `scores` of the indexer; `mask` all that follows from TopK.
+The cut replaces these nodes unseen, so an extra bias, scale, norm or rotation would be lost without a word.
 What the mask means is not judged: only that it comes from the selection and from outside of the cut.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NoReturn
 
 import numpy as np
@@ -21,64 +18,22 @@ from qsa_plugin.contract import Geometry
 from .anchors import refuse
 from .graph_index import GraphIndex, Node
 from .norms import find_norms
+from .terms import HIDDEN, MASKED, PICKS, ROTATED, VIEWS, Meaning, spell
 from .verify import PlainCut, sources
+from .views import Views
 
-_VIEWS = frozenset({"Reshape", "Cast", "Identity", "Squeeze", "Unsqueeze", "Transpose", "Expand", "Pad"})
-_PICKS = frozenset({"Slice", "Split", "Gather", "GatherND", "GatherElements"})
 _NORMED = {"q0": "q1", "k0": "k1", "i0": "iq1", "im": "ik1"}
-_ROTATED = {"q1": "q2", "k1": "k2", "iq1": "iq2", "ik1": "ik2"}
-#: Additive masks hold 0 and values that leave no weight; anything between is a bias.
-_HIDDEN = -1e4
 #: Scaling by a constant: counted where it makes the softmax scale, without effect on an order of scores.
 _COUNTED = frozenset({"q2", "k2", "logits"})
 _ORDERED = frozenset({"iq2", "ik2", "products", "rectified", "scores"})
 #: What an exporter may keep in a cache and join with new entries, and what it may mask.
 _CACHED = frozenset({"k0", "k1", "k2", "v0", "i0", "im", "ik1", "ik2", "scores"})
-#: What may be padded to whole blocks, and what may be taken apart by rows, heads or blocks.
-_PADDED = frozenset({"i0", "im", "scores"})
-_PICKED = frozenset({"i0", "im", "iq2", "ik2", "products", "rectified", "scores"})
-#: Largest value that hides an element. Scores are never negative, so that -1 ranks last.
-_MASKED = {"logits": _HIDDEN, "weights": 0.0, "out": 0.0, "products": 0.0, "rectified": 0.0, "scores": -1.0}
 _PRODUCTS = {
     ("q2", "k2"): "logits",
     ("iq2", "ik2"): "products",
     ("ik2", "iq2"): "products",
     ("weights", "v0"): "out",
 }
-#: Slices that go to the end say so with a number like this or larger.
-_PAST = 1 << 30
-_SIDE_VIEWS = _VIEWS | _PICKS
-
-
-#: First dim and end of a part of a head; None where the graph computes it from shapes that are not known.
-Part = tuple[int | None, int | None]
-
-
-@dataclass(frozen=True)
-class Meaning:
-    """What a tensor is.
-
-    Attributes:
-        name: see the module.
-        part: the part of the head it holds, of normed heads alone; None for all of it.
-        factor: constants it was multiplied with.
-        from_end: the axis of the head's own dims, of blocks in scores, counted from the last axis, which is 1.
-        swaps: how often tokens and heads changed places: an odd number in front of the attention, and behind it.
-    """
-
-    name: str
-    part: Part | None = None
-    factor: float = 1.0
-    swaps: int = 0
-    from_end: int = 1
-
-    def now(self, name: str) -> Meaning:
-        """What a step makes of a whole head."""
-        return Meaning(name, swaps=self.swaps)
-
-    def holds(self, first: int, end: int) -> bool:
-        """Whether the part may be this one: known bounds are equal."""
-        return self.part is not None and all(a in (None, b) for a, b in zip(self.part, (first, end), strict=True))
 
 
 def check_meaning(index: GraphIndex, cut: PlainCut, geometry: Geometry, rotary: int) -> Mapping[str, Meaning]:
@@ -101,6 +56,7 @@ class _Walk:
         ends = sources(cut.anchors)
         starts = zip(("q0", "k0", "v0", "i0"), ends.values(), strict=True)
         self.meanings: dict[str, Meaning] = {tensor: Meaning(name) for name, tensor in starts}
+        self.views = Views(index, geometry)
         self.tables: dict[str, str] = {}  # "cos" and "sin" -> the one tensor behind all of its uses
         found = find_norms(index, among=cut.nodes)
         self.norms = {norm.output: norm.source for norm in found}
@@ -143,15 +99,18 @@ class _Walk:
         result = self.step(node, unmasked) if unmasked else Meaning("mask")
         if result is None:
             names = " and ".join(dict.fromkeys(m.name for m in known))
-            self.fail(node, f"QSA has no such step on {_spell(names)}")
+            self.fail(node, f"QSA has no such step on {spell(names)}")
         for i, output in enumerate(node.outputs):
-            self.meanings[output] = self.split(node, result, i) if node.op == "Split" else result
+            held = self.views.split(node, result, i) if node.op == "Split" else result
+            if held is None:
+                self.fail(node, "the parts that it splits a head into are not known")
+            self.meanings[output] = held
 
     def step(self, node: Node, known: list[Meaning]) -> Meaning | None:
         """The meaning of a node's output from those of its operands, masks left out; None: QSA has no such step."""
         first = known[0]
-        if node.op in _VIEWS or node.op in _PICKS:
-            return self.view(node, first) if self.meanings.get(node.inputs[0]) is first else None
+        if node.op in VIEWS or node.op in PICKS:
+            return self.views.view(node, first) if self.meanings.get(node.inputs[0]) is first else None
         rules: dict[str, Callable[[Node, Meaning, list[Meaning]], Meaning | None]] = {
             "MatMul": self.product,
             "Mul": self.scaled,
@@ -167,7 +126,7 @@ class _Walk:
         }
         if node.op in rules:
             return rules[node.op](node, first, known)
-        if node.op == "Neg" and first.name in _ROTATED and first.holds(self.rotary // 2, self.rotary):
+        if node.op == "Neg" and first.name in ROTATED and first.holds(self.rotary // 2, self.rotary):
             return first.now(first.name + " negated")
         if node.op == "Relu" and first.name == "products":
             return replace(first, name="rectified")
@@ -176,78 +135,6 @@ class _Walk:
         return None
 
     # One method a kind of step. None: QSA has no such step.
-
-    def view(self, node: Node, m: Meaning) -> Meaning | None:
-        """A view or a part: it may not reorder, repeat or take apart what QSA does not."""
-        if node.op == "Pad":
-            void = m.name != "scores" or (len(node.inputs) > 2 and self.hides(node.inputs[2], m))
-            return m if m.name in _PADDED and void else None
-        if node.op == "Transpose":
-            perm = node.attribute("perm", ())
-            mixed = len(perm) > 2 and perm[0] != 0  # the batch stays in front
-            if m.name in ("logits", "weights") or mixed or len(perm) < m.from_end:
-                return None
-            moved = len(perm) - perm.index(len(perm) - m.from_end)
-            m = replace(m, swaps=m.swaps + (len(perm) == 4 and perm[1] == 2), from_end=moved)
-        if m.name.partition(" ")[0] in _ROTATED:
-            return self.view_of_head(node, m)
-        if node.op in _PICKS and (m.name not in _PICKED or not self.keeps_blocks(node, m)):
-            return None
-        return m if node.op != "Expand" or m.name not in ("k2", "v0") or self.repeats(node) else None
-
-    def keeps_blocks(self, node: Node, m: Meaning) -> bool:
-        """Whether a Gather of one element leaves all rotated block keys: it takes away an axis of size 1."""
-        if node.op != "Gather" or m.name != "ik2" or self.index.scalar(node.inputs[1]) is None:
-            return True
-        shape, axis = self.index.shape(node.inputs[0]), node.attribute("axis", 0)
-        if shape is None:
-            return True
-        return -len(shape) <= axis < len(shape) and (shape[axis] == 1 or (shape[axis] is None and 1 not in shape))
-
-    def view_of_head(self, node: Node, m: Meaning) -> Meaning | None:
-        """Between norm and rotation a head stays the last dim, or pairs could be others than (i, i + rotary/2)."""
-        if node.op == "Slice":
-            return self.sliced(node, m)
-        if node.op == "Transpose":
-            return m if m.from_end == 1 else None
-        before, after = self.index.last_dim(node.inputs[0]), self.index.last_dim(node.output)
-        return None if node.op == "Reshape" and None not in (before, after) and before != after else m
-
-    def repeats(self, node: Node) -> bool:
-        """Whether an Expand repeats every KV head in place: the new axis stands right behind the heads."""
-        shape, heads = self.index.shape(node.inputs[0]), self.geometry.num_kv_heads
-        if heads == 1:
-            return True
-        if shape is not None and None not in shape:
-            return any(pair == (heads, 1) for pair in itertools.pairwise(shape))
-        maker = self.index.producer(self.index.back(node.inputs[0], {"Cast", "Identity"}))  # [B, Hkv, S, D] before it
-        return maker is not None and maker.op == "Unsqueeze" and self.index.integers(maker.inputs[1]) == (2,)
-
-    def sliced(self, node: Node, m: Meaning) -> Meaning | None:
-        """A Slice of a head; one along another axis (positions) leaves the part as it is."""
-        starts, ends, axes, steps = (self.index.integers(t) for t in (*node.inputs[1:], "")[:4])
-        shape = self.index.shape(node.inputs[0])
-        if starts is None or ends is None or axes is None or shape is None or len(axes) != 1 or axes[0] is None:
-            return None
-        if axes[0] not in (-1, len(shape) - 1):
-            return m
-        if steps not in (None, (1,)):
-            return None
-        first, end = m.part or (0, self.width(m.name))
-        return replace(m, part=(_bound(starts[0], first, end), _bound(ends[0], first, end)))
-
-    def width(self, name: str) -> int:
-        return self.geometry.indexer_head_dim if name.startswith("i") else self.geometry.head_size
-
-    def split(self, node: Node, m: Meaning, number: int) -> Meaning:
-        if m.name not in _ROTATED:
-            return m
-        widths = [self.index.last_dim(t) for t in node.outputs]
-        first = m.part[0] if m.part else 0
-        if None in widths or first is None:
-            self.fail(node, "the parts that it splits a head into are not known")
-        first += sum(w for w in widths[:number] if w is not None)
-        return replace(m, part=(first, first + (widths[number] or 0)))
 
     def product(self, node: Node, first: Meaning, known: list[Meaning]) -> Meaning | None:
         name = _PRODUCTS.get((known[0].name, known[1].name)) if len(known) == 2 else None
@@ -276,13 +163,13 @@ class _Walk:
     def turned(self, node: Node, m: Meaning, table: str) -> Meaning | None:
         """A head times cosines, or its turned half times sines; one table of each serves all heads."""
         name, _, turned = m.name.partition(" ")
-        whole = turned == "turned" or (m.holds(0, self.rotary) if m.part else self.rotary == self.width(name))
-        if node.op != "Mul" or name not in _ROTATED or turned not in ("", "turned") or not whole:
+        whole = turned == "turned" or (m.holds(0, self.rotary) if m.part else self.rotary == self.views.width(name))
+        if node.op != "Mul" or name not in ROTATED or turned not in ("", "turned") or not whole:
             return None
         kind, forbidden = ("sin", "Cos") if turned else ("cos", "Sin")
-        root = self.index.back(table, _SIDE_VIEWS)
+        root = self.index.back(table, VIEWS | PICKS)
         if self.tables.setdefault(kind, root) != root:
-            self.fail(node, f"it rotates {_spell(name)} by other {kind} values than {self.tables[kind]}")
+            self.fail(node, f"it rotates {spell(name)} by other {kind} values than {self.tables[kind]}")
         makers = {n.op for n in self.index.ancestors([root])}
         if forbidden in makers and kind.title() not in makers:
             self.fail(node, "it rotates with cosines and sines swapped")
@@ -292,53 +179,52 @@ class _Walk:
     def check_positions(self, node: Node, name: str, table: str) -> None:
         """Block keys are rotated at the first token of their block: a slice of the table with a step starts at 0."""
         maker = self.index.producer(table)
-        while maker is not None and maker.op in _SIDE_VIEWS:
+        while maker is not None and maker.op in VIEWS | PICKS:
             steps = self.index.integers(maker.inputs[4]) if maker.op == "Slice" and len(maker.inputs) > 4 else None
             if steps is not None and any(s not in (None, 1) for s in steps):
                 starts = self.index.integers(maker.inputs[1])
                 if name != "ik1" or starts != (0,) or steps != (self.geometry.indexer_compress_ratio,):
-                    self.fail(maker, f"it picks other positions for {_spell(name)} than the first of every block")
+                    self.fail(maker, f"it picks other positions for {spell(name)} than the first of every block")
             maker = self.index.producer(maker.inputs[0])
 
     def added(self, node: Node, m: Meaning, known: list[Meaning]) -> Meaning | None:
         if len(known) == 2:
             name = m.name.partition(" ")[0]
-            if name in _ROTATED and {k.name for k in known} == {f"{name} cos", f"{name} sin"}:
-                return m.now(f"{name} rotated" if self.rotary < self.width(name) else _ROTATED[name])
+            if name in ROTATED and {k.name for k in known} == {f"{name} cos", f"{name} sin"}:
+                return m.now(f"{name} rotated" if self.rotary < self.views.width(name) else ROTATED[name])
             return None
         others = [t for t in node.inputs if self.meanings.get(t) is not m]
         return m if m.name in ("logits", "scores") and all(map(self.is_mask, others)) else None
 
     def is_mask(self, tensor: str) -> bool:
         value = self.index.constant(tensor)
-        return value is None or bool(np.all((value == 0) | (value <= _HIDDEN)))
+        return value is None or bool(np.all((value == 0) | (value <= HIDDEN)))
 
     def joined(self, node: Node, m: Meaning, known: list[Meaning]) -> Meaning | None:
         name = m.name.partition(" ")[0]
-        if len(known) == 2 == len(node.inputs) and name in _ROTATED:
+        if len(known) == 2 == len(node.inputs) and name in ROTATED:
             first, second = known
             if first.name == f"{name} negated" and second.name == name and second.holds(0, self.rotary // 2):
                 return m.now(f"{name} turned")
-            if first.name == f"{name} rotated" and second.name == name and second.holds(self.rotary, self.width(name)):
-                return m.now(_ROTATED[name])
+            if (
+                first.name == f"{name} rotated"
+                and second.name == name
+                and second.holds(self.rotary, self.views.width(name))
+            ):
+                return m.now(ROTATED[name])
         if len(known) != 1 or m.name not in _CACHED or len(node.inputs) != 2:
             return None
         leads = self.meanings.get(node.inputs[0]) is m
         other = node.inputs[int(leads)]
         if m.name == "scores":  # void blocks stand behind the others
-            return m if leads and self.hides(other, m) and self.on_last_axis(node) else None
+            return m if leads and self.views.hides(other, m) and self.on_last_axis(node) else None
         return m if leads == self.index.is_constant(other) else None  # padding behind, or a cache in front
 
-    def hides(self, tensor: str, m: Meaning) -> bool:
-        """Whether a tensor is a constant that hides elements, repeated or not."""
-        value = self.index.constant(self.index.back(tensor, {"Expand", "Reshape", "Cast", "Identity"}))
-        return value is not None and bool(np.all(value <= _MASKED[m.name]))
-
     def chosen(self, node: Node, m: Meaning, known: list[Meaning]) -> Meaning | None:
-        if len(known) != 1 or m.name not in _MASKED:
+        if len(known) != 1 or m.name not in MASKED:
             return None
         fills = [self.index.constant(t) for t in node.inputs[1:] if self.meanings.get(t) is not m]
-        return m if all(v is None or bool(np.all(v <= _MASKED[m.name])) for v in fills) else None
+        return m if all(v is None or bool(np.all(v <= MASKED[m.name])) for v in fills) else None
 
     def softmax(self, node: Node, m: Meaning, known: list[Meaning]) -> Meaning | None:
         if m.name != "logits" or not self.on_last_axis(node):
@@ -383,22 +269,3 @@ class _Walk:
         if m.from_end in behind:
             return None
         return Meaning("scores", from_end=m.from_end - (0 if node.attribute("keepdims", 1) else len(behind)))
-
-
-def _bound(bound: int | None, first: int | None, end: int | None) -> int | None:
-    """One bound of a Slice of the part (first, end), counted from the head's first dim."""
-    if bound is not None and bound > _PAST:
-        return end
-    base = end if bound is not None and bound < 0 else first
-    if bound is None or base is None:
-        return None
-    return base + bound if end is None else min(base + bound, end)
-
-
-def _spell(name: str) -> str:
-    words = {
-        "q": "the query", "k": "the key", "v": "the value", "iq": "the index query", "ik": "the block key",
-        "i0": "the raw index projection", "im": "the block mean", "out": "the output of the attention",
-        "logits": "the attention scores", "weights": "the attention weights",
-    }  # fmt: skip
-    return words.get(name) or words.get(name.rstrip("012")) or name
