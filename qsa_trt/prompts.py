@@ -153,8 +153,8 @@ def parse_lengths(lengths: str | Sequence[int]) -> list[int]:
         numbers = [int(part) for part in parts]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) < 1:
-        raise InputError("lengths", lengths, "numbers from 1 on, such as 160,97", "correct --lengths")
+    if not numbers or min(numbers) < 1 or max(numbers) >= 1 << 31:
+        raise InputError("lengths", lengths, "numbers from 1 on below 2^31, such as 160,97", "correct --lengths")
     return numbers
 
 
