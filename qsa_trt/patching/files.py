@@ -91,7 +91,7 @@ def load_model(path: str | os.PathLike[str], what: str = "MODEL", expected: str 
     if not data:
         raise InputError(what, f"{path} (empty)", expected, _EXPORT_AGAIN)
     if other := _other_format(data):
-        raise InputError(what, f"{path} ({other})", expected, _instead(path, other))
+        raise InputError(what, f"{path} ({other})", expected, _instead(path, other, "engine" in expected))
     model = onnx.ModelProto()
     try:
         model.ParseFromString(data)
@@ -114,10 +114,11 @@ def _other_format(data: bytes) -> str | None:
     return _ARCHIVE if data[:4] == b"PK\x03\x04" else None
 
 
-def _instead(path: Path, other: str) -> str:
+def _instead(path: Path, other: str, engines: bool) -> str:
+    """What to give instead. engines: the argument takes engines too."""
     described = path.with_suffix("")
     if other == _JSON and described.is_file():
-        return f"give {described}, which it describes"
+        return f"give {described}, which it describes" if engines else f"give the model of {described}"
     return "make the model from its checkpoint: qsa-trt export" if other == _SAFETENSORS else _EXPORT_AGAIN
 
 

@@ -75,7 +75,9 @@ def test_a_manifest_leads_to_its_engine(tmp_path: Path) -> None:
     path, engine = tmp_path / "m.engine.json", tmp_path / "m.engine"
     path.write_text("{}")
     engine.write_bytes(b"x")
-    assert error_of(path) == f"MODEL: got {path} (JSON); expected an ONNX file; give {engine}, which it describes"
+    assert error_of(path) == f"MODEL: got {path} (JSON); expected an ONNX file; give the model of {engine}"
+    with pytest.raises(InputError, match=f"give {engine}, which it describes"):
+        files.load_model(path, "FILE", "an ONNX file or a TensorRT engine")
 
 
 def test_file_cut_between_graph_and_imports(tmp_path: Path) -> None:
