@@ -63,11 +63,8 @@ def test_nothing_half_written_stays(cache: Path, monkeypatch: pytest.MonkeyPatch
     assert not list(cache.iterdir())
 
 
-def test_a_compile_error_names_kernel_target_and_cause(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "broken.cu").write_text('extern "C" __global__ void broken() { int x = nonsense; }\n')
-    monkeypatch.setattr(jit, "kernel_folder", lambda: tmp_path)
+def test_a_compile_error_names_kernel_target_and_cause(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "kernel_folder", lambda: Path(__file__).parent / "kernels")
     with pytest.raises(FailedError, match=r"broken does not compile for sm_80: .*nonsense") as caught:
         jit.compile_kernel("broken", SPEC)
     assert "\n" not in str(caught.value)
