@@ -18,7 +18,9 @@ LAYOUT = "19Q6i2f"
 #: The defines of decode_score as a stage of its own.
 SCORE_STAGE = {"SCORE_STAGE": 1}
 SCORE_WARPS = 8  # WARPS of decode_score.cu
-SCORE_BLOCKS_AN_SM = 2  # that its registers allow
+SCORE_BLOCKS_AN_SM = 4  # so many warps that load; the one that appends a row's token is among them
+#: Blocks of all rows up to which decode_score is let start early. Beside longer rows it delays decode_attend.
+EARLY_BLOCKS = 1 << 17
 #: Tiles a block at least. Fewer blocks leave processors to decode_attend, which starts beside them.
 SCORE_TILES_A_BLOCK = 4
 MAX_SPLITS = 16  # MAX_SPLITS of decode_attend.cu
@@ -132,7 +134,7 @@ def plan_decode(spec: Specialisation, call: Call, limits: DeviceLimits) -> Decod
     geometry = spec.geometry
     blocks = visible_blocks(geometry, call)
     scored = blocks > geometry.budget_blocks  # some length needs scores
-    most = max(1, SCORE_BLOCKS_AN_SM * limits.sm_count // call.batch) if call.batch > 1 else limits.sm_count
+    most = max(1, SCORE_BLOCKS_AN_SM * limits.sm_count // call.batch - 1) if call.batch > 1 else limits.sm_count
     score_ctas = min(most, math.ceil(blocks / (SCORE_TILE * SCORE_TILES_A_BLOCK))) if scored else 0
     splits, clustered = _choose_splits(spec, call, limits)
     offsets = layout(geometry, call).offsets
@@ -142,8 +144,9 @@ def plan_decode(spec: Specialisation, call: Call, limits: DeviceLimits) -> Decod
         score_stride=score_stride(geometry, call),
         splits=splits,
         clustered=clustered,
-        # beside decode_attend of the step before, whose shared memory leaves it little cache
-        dependent=call.batch * (geometry.num_kv_heads * splits + (1 + score_ctas) / 2) <= limits.sm_count,
+        # beside decode_attend of the step before: worth it where the launch is what scoring mostly costs
+        dependent=call.batch * (geometry.num_kv_heads * splits + (1 + score_ctas) / 2) <= limits.sm_count
+        or (splits > 1 and call.batch * blocks <= EARLY_BLOCKS),
         offsets=tuple(offsets[slot] for slot in slots),
     )
 

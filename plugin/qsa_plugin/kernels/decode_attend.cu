@@ -25,12 +25,11 @@ constexpr int CHUNKS = D / 8;                  // 16-byte chunks of a token's K 
 constexpr int STEPS = D / 16;                  // mma steps of q . k
 constexpr int ALL_COLUMN_TILES = D / 8;        // value column tiles of 8
 constexpr int COLUMN_TILES = ALL_COLUMN_TILES / WARPS;  // of one warp
-constexpr int LOAD_LANES = CHUNKS < 8 ? CHUNKS : 8;     // lanes that load one token's rows, 128 bytes at a time
-constexpr int LOADS = CHUNKS / LOAD_LANES;
-constexpr int TOKENS_A_PASS = THREADS / LOAD_LANES;
-constexpr int PASSES = TILE / TOKENS_A_PASS;
+constexpr int LOAD_LANES = CHUNKS < 32 ? CHUNKS : 32;   // lanes that load one token's row: as much of it at a time as
+constexpr int LOADS = CHUNKS / LOAD_LANES;              // a warp can, for DRAM gives whole rows faster than parts of several
+constexpr int TOKENS_A_LOAD = 32 / LOAD_LANES;
 constexpr int PROB_PITCH = TILE + 8;           // surface elements: rows 16 bytes apart modulo 128
-static_assert(COLUMN_TILES >= 1 && PASSES >= 1, "too many warps for this head size");
+static_assert(COLUMN_TILES >= 1, "too many warps for this head size");
 
 #include "decode_select.cuh"
 
@@ -99,39 +98,39 @@ __device__ __forceinline__ void prepare_queries(float (&x)[D / 32], const surf_t
     }
 }
 
-// Where this thread's tokens of one tile lie. Read well before the tile is loaded, so that the lookup is off the path.
+// Where a warp's 8 tokens of one tile lie, one in each lane and four times over: rows of one head of the pool. Read well
+// before the tile is loaded, so that the lookup is off the path.
 struct Lookup {
-    int block[PASSES];
-    Pages pages[PASSES];
+    int k, v;  // or -1: no such token
 };
 
 // list: ids of the listed blocks from `first` on; null: every block is listed.
 __device__ __forceinline__ void look_up(Lookup& lookup, const DecodeParams& p, int row, const int* list, int first,
                                         int tile, int tokens) {
-#pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-        const int i = tile * TILE + pass * TOKENS_A_PASS + threadIdx.x / LOAD_LANES;
-        if (i >= tokens) continue;
-        lookup.block[pass] = list == nullptr ? i / R : list[i / R - first];
-        lookup.pages[pass] = pages_in_range(p, row, lookup.block[pass] * R / PAGE);
-    }
+    const int i = tile * TILE + threadIdx.x / 32 * 8 + threadIdx.x % 8;
+    lookup = {-1, -1};
+    if (i >= tokens) return;
+    const int token = (list == nullptr ? i / R : list[i / R - first]) * R + i % R;
+    const Pages pages = pages_in_range(p, row, token / PAGE);
+    lookup = {pages.k * PAGE + token % PAGE, pages.v * PAGE + token % PAGE};
 }
 
-__device__ __forceinline__ void load_tile(Stage& stage, const Lookup& lookup, const surf_t* pool, int head, int tile,
-                                          int tokens) {
-    const int lane = threadIdx.x % LOAD_LANES;
+// A warp brings its own 8 tokens. Missing ones become zeros: their probability is 0, and 0 * NaN is not.
+__device__ __forceinline__ void load_tile(Stage& stage, const Lookup& lookup, const surf_t* pool, int head) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunk = lane % LOAD_LANES;
+    const surf_t* from = pool + head * POOL_WIDTH + chunk * 8;
 #pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-        const int token = pass * TOKENS_A_PASS + threadIdx.x / LOAD_LANES, i = tile * TILE + token;
-        const bool exists = i < tokens;  // missing tokens become zeros: their probability is 0, and 0 * NaN is not
-        const int page_row = (lookup.block[pass] * R + i % R) % PAGE;
-        const surf_t* k = pool + (exists ? pool_offset(lookup.pages[pass].k, page_row, head) + lane * 8 : 0);
-        const surf_t* v = pool + (exists ? pool_offset(lookup.pages[pass].v, page_row, head) + lane * 8 : 0);
-        const int to = swizzled(token, lane);  // further chunks are 8 * LOAD_LANES elements on: the swizzle keeps them
+    for (int i = 0; i < 8; i += TOKENS_A_LOAD) {
+        const int token = i + lane / LOAD_LANES;
+        const int k = __shfl_sync(0xffffffffu, lookup.k, token), v = __shfl_sync(0xffffffffu, lookup.v, token);
+        const bool exists = k >= 0;
+        const surf_t* k_row = from + static_cast<int64_t>(exists ? k : 0) * (HKV * POOL_WIDTH);
+        const surf_t* v_row = from + static_cast<int64_t>(exists ? v : 0) * (HKV * POOL_WIDTH);
+        const int to = swizzled(warp * 8 + token, chunk);  // further chunks are multiples of 8 on: the swizzle keeps them
 #pragma unroll
-        for (int j = 0; j < LOADS; ++j) cp_async_16(stage.k + to + j * 64, k + (exists ? j * 64 : 0), exists);
+        for (int j = 0; j < LOADS; ++j) cp_async_16(stage.k + to + j * LOAD_LANES * 8, k_row + j * LOAD_LANES * 8, exists);
 #pragma unroll
-        for (int j = 0; j < LOADS; ++j) cp_async_16(stage.v + to + j * 64, v + (exists ? j * 64 : 0), exists);
+        for (int j = 0; j < LOADS; ++j) cp_async_16(stage.v + to + j * LOAD_LANES * 8, v_row + j * LOAD_LANES * 8, exists);
     }
 }
 
@@ -255,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __g
     if (begin < end) look_up(next, p, row, list, first, begin, tokens);
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; ++s) {
-        if (begin + s < end) load_tile(shared.stages[s], next, p.pool, head, begin + s, tokens);
+        if (begin + s < end) load_tile(shared.stages[s], next, p.pool, head);
         cp_async_commit();
         if (begin + s + 1 < end) look_up(next, p, row, list, first, begin + s + 1, tokens);
     }
@@ -289,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __g
         cp_async_wait<STAGES - 2>();
         __syncthreads();  // the tile is here for everybody; the slot that is filled next is free
         const int coming = tile + STAGES - 1;
-        if (coming < end) load_tile(shared.stages[(slot + STAGES - 1) % STAGES], next, p.pool, head, coming, tokens);
+        if (coming < end) load_tile(shared.stages[(slot + STAGES - 1) % STAGES], next, p.pool, head);
         cp_async_commit();
         if (coming + 1 < end) look_up(next, p, row, list, first, coming + 1, tokens);
 

@@ -10,30 +10,36 @@
 #define SCORE_STAGE 0  // 1: the stage alone: queries come prepared, every row is scored, nothing is appended
 #endif
 constexpr int WARPS = APPEND_WARPS;
-constexpr int PIECES = ID / 32;  // 16-byte pieces of a row that one lane holds
+constexpr int PIECES = ID / 32;     // 16-byte pieces of a key or query that one lane of a product holds
+constexpr int KEY_CHUNKS = ID / 8;  // 16-byte chunks of a key
+constexpr int KEYS_A_LOAD = 32 / KEY_CHUNKS;  // whole keys of neighbouring lanes: DRAM gives them faster than parts of more
 static_assert(SCORE_TILE * R <= PAGE, "a tile lies in one page");
 static_assert(IH <= WARPS, "one warp an indexer head");
 
-struct Keys {
-    uint4 piece[2][PIECES];  // of block rows g and g + 8 of a tile
+// The keys of a tile. Chunks of odd keys change places, so that the reads of a product hit all banks.
+struct Tile {
+    uint4 chunks[SCORE_TILE * KEY_CHUNKS];
+    __device__ __forceinline__ uint4& at(int key, int chunk) {
+        return chunks[key * KEY_CHUNKS + (KEY_CHUNKS >= 8 ? chunk ^ (key & 1) << 2 : chunk)];
+    }
 };
 
-// This lane's pieces of one tile; zeros for blocks that the pool does not hold and pages that are not V pages.
-__device__ __forceinline__ void load_keys(Keys& keys, const DecodeParams& p, const int* v_pages, int tile, int stored,
-                                          int g, int t) {
-    const int first = tile * SCORE_TILE * R;  // token
-    const int page = tile * SCORE_TILE < stored ? v_pages[first / PAGE] : 0;
-    const bool page_exists = page >= p.num_pages && page - p.num_pages < p.num_pages;
-    const surf_t* source = p.pool + pool_offset(page, first % PAGE, 0) + D + 8 * t;
+// The V page of a tile, or -1 where the pool holds none of its blocks or the table no V page. Read a tile ahead.
+__device__ __forceinline__ int page_of_tile(const DecodeParams& p, const int* v_pages, int tile, int stored) {
+    const int page = tile * SCORE_TILE < stored ? v_pages[tile * SCORE_TILE * R / PAGE] : -1;
+    return page >= p.num_pages && page - p.num_pages < p.num_pages ? page : -1;
+}
+
+// Starts copies of this lane's share of a tile; zeros for blocks that the pool does not hold.
+__device__ __forceinline__ void load_keys(Tile& keys, const DecodeParams& p, int page, int tile, int stored, int lane) {
+    const int own = lane / KEY_CHUNKS, chunk = lane % KEY_CHUNKS, row = tile * SCORE_TILE * R % PAGE + own * R;
+    const surf_t* source = page < 0 ? p.pool : p.pool + pool_offset(page, row, 0) + D + chunk * 8;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int block = g + 8 * half;
-        const bool exists = page_exists && tile * SCORE_TILE + block < stored;
-        const surf_t* row = source + static_cast<int64_t>(block) * R * HKV * POOL_WIDTH;
-#pragma unroll
-        for (int j = 0; j < PIECES; ++j)
-            keys.piece[half][j] = exists ? __ldcg(reinterpret_cast<const uint4*>(row + 32 * j)) : make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < SCORE_TILE; i += KEYS_A_LOAD) {
+        const bool exists = page >= 0 && tile * SCORE_TILE + i + own < stored;
+        cp_async_16(&keys.at(i + own, chunk), source + (exists ? i * R * HKV * POOL_WIDTH : 0), exists);
     }
+    cp_async_commit();
 }
 
 // The block key that this token completes, as the pool will hold it. Called by a whole warp.
@@ -45,18 +51,9 @@ __device__ __forceinline__ void make_last_key(const DecodeParams& p, int row, in
     store_row(key, lane, mean);
 }
 
-// Puts a block key in its place in the tile.
-__device__ __forceinline__ void put_key(Keys& keys, const surf_t* key, int place, int g, int t) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int j = 0; j < PIECES; ++j)
-            if (g + 8 * half == place) keys.piece[half][j] = *reinterpret_cast<const uint4*>(key + 32 * j + 8 * t);
-}
-
 struct Shared {
     surf_t queries[IH][ID];
-    surf_t last_key[ID];
+    alignas(16) surf_t last_key[ID];
     float buffers[WARPS][ROTARY];
 };
 
@@ -64,6 +61,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_score(const __gr
 #if !SCORE_STAGE
     __shared__ __align__(16) Shared shared;
 #endif
+    __shared__ Tile tiles_of_warps[WARPS];
     const int parts = p.score_ctas + !SCORE_STAGE;
     const int row = blockIdx.x / parts, cta = static_cast<int>(blockIdx.x % parts) - !SCORE_STAGE;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -82,8 +80,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_score(const __gr
     const int stored = SCORE_STAGE ? blocks : (length - 1) / R;  // block keys in the pool
     const int step = WARPS * p.score_ctas;                       // tiles
     int tile = cta + warp * p.score_ctas;
-    Keys keys;
-    load_keys(keys, p, v_pages, tile, stored, g, t);
+    Tile& keys = tiles_of_warps[warp];
+    load_keys(keys, p, page_of_tile(p, v_pages, tile, stored), tile, stored, lane);
+    int next_page = page_of_tile(p, v_pages, tile + step, stored);
 
 #if SCORE_STAGE
     const surf_t* queries = p.queries + static_cast<int64_t>(row) * IH * ID;
@@ -106,33 +105,38 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) decode_score(const __gr
     }
     __syncthreads();
 #endif
-    uint4 query[PIECES];  // column g of the mma: indexer head g
-#pragma unroll
-    for (int j = 0; j < PIECES; ++j)
-        query[j] = g < IH ? *reinterpret_cast<const uint4*>(queries + g * ID + 32 * j + 8 * t) : make_uint4(0, 0, 0, 0);
-
-    uint32_t* scores = p.scores + static_cast<int64_t>(row) * p.score_stride;
-    uint32_t* maxima = p.maxima + static_cast<int64_t>(row) * maxima_stride(p);
     for (; tile < tiles; tile += step) {
-        Keys next;
-        if (tile + step < tiles) load_keys(next, p, v_pages, tile + step, stored, g, t);
+        cp_async_wait<0>();
+        __syncwarp();
 #if !SCORE_STAGE
-        if (completes && tile == tiles - 1) put_key(keys, shared.last_key, (blocks - 1) % SCORE_TILE, g, t);
+        if (completes && tile == tiles - 1) {
+            if (lane < KEY_CHUNKS)
+                keys.at((blocks - 1) % SCORE_TILE, lane) = reinterpret_cast<const uint4*>(shared.last_key)[lane];
+            __syncwarp();
+        }
 #endif
         float dots[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-        for (int j = 0; j < PIECES; ++j) score_mma(dots, keys.piece[0][j], keys.piece[1][j], query[j]);
+        for (int j = 0; j < PIECES; ++j) {
+            uint4 query = make_uint4(0, 0, 0, 0);  // column g of the product: indexer head g
+            if (g < IH) query = *reinterpret_cast<const uint4*>(queries + g * ID + 32 * j + 8 * t);
+            score_mma(dots, keys.at(g, 4 * j + t), keys.at(g + 8, 4 * j + t), query);
+        }
+        __syncwarp();  // the products have read the keys; other warps' loads fill the gap
+        if (tile + step < tiles) load_keys(keys, p, next_page, tile + step, stored, lane);
+        next_page = page_of_tile(p, v_pages, tile + 2 * step, stored);
         const int block = tile * SCORE_TILE + g + 8 * (t & 1);
         const float score = score_of_dots(dots, t);
+        uint32_t* scores = p.scores + static_cast<int64_t>(row) * p.score_stride;
 #if SCORE_STAGE
         if (t < 2 && block < blocks) scores[block] = __float_as_uint(score);
 #else
         const uint32_t key = block < blocks ? score_key(score) : 0u;
         if (t < 2 && block < (blocks + 3) / 4 * 4) scores[block] = key;  // whole quads of keys, 0 at the end
+        uint32_t* maxima = p.maxima + static_cast<int64_t>(row) * maxima_stride(p);
         const uint32_t highest = __reduce_max_sync(0xffffffffu, key);
         if (lane == 0) maxima[tile] = highest;
         if (tile == tiles - 1 && lane > 0 && tile + lane < (tiles + 3) / 4 * 4) maxima[tile + lane] = 0u;
 #endif
-        keys = next;
     }
 }
