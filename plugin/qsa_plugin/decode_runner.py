@@ -136,8 +136,8 @@ class QsaSparseDecodeRunner:
         )
         shape = attend_shape(spec, capability)
         return DecodeLaunches(
-            score=Launch(score, SCORE_WARPS * 32, all_shared=True),
-            score_early=Launch(score, SCORE_WARPS * 32, dependent=dependent, all_shared=True),
+            score=Launch(score, SCORE_WARPS * 32),
+            score_early=Launch(score, SCORE_WARPS * 32, dependent=dependent),
             attend=Launch(attends[0], shape.threads, shape.shared_bytes(spec, clustered=False), dependent=dependent),
             clustered={
                 size: Launch(attends[1], shape.threads, shape.shared_bytes(spec, clustered=True), dependent, size)

@@ -49,21 +49,13 @@ class Launch:
         dependent: let the kernel start before the one in front of it in the stream has finished (programmatic dependent
             launch, compute capability 9.0 and later); the kernel itself waits where it must.
         cluster: blocks a cluster along x.
-        all_shared: let multiprocessors keep as little L1 as they can, so that a kernel that needs shared memory can start
-            beside this one.
 
     Raises:
         FailedError: the device has too little shared memory, or the kernel cannot be loaded.
     """
 
     def __init__(
-        self,
-        kernel: Any,
-        block: int,
-        shared_bytes: int = 0,
-        dependent: bool = False,
-        cluster: int = 1,
-        all_shared: bool = False,
+        self, kernel: Any, block: int, shared_bytes: int = 0, dependent: bool = False, cluster: int = 1
     ) -> None:
         if kernel is jit.NOTED:
             return
@@ -73,7 +65,7 @@ class Launch:
         self._keep = kernel
         self._kernel = driver.CUkernel(int(kernel.handle))
         self._ok = driver.CUresult.CUDA_SUCCESS
-        self._function = self._prepare(driver, shared_bytes, cluster, all_shared)
+        self._function = self._prepare(driver, shared_bytes, cluster)
         self._cluster = cluster
         self._config = driver.CUlaunchConfig()
         self._config.gridDimX = self._config.gridDimY = self._config.gridDimZ = 1
@@ -95,7 +87,7 @@ class Launch:
             self._config.attrs = attributes
         self._config.numAttrs = len(attributes)
 
-    def _prepare(self, driver: Any, shared_bytes: int, cluster: int, all_shared: bool) -> Any:
+    def _prepare(self, driver: Any, shared_bytes: int, cluster: int) -> Any:
         """Load the kernel into the current context now, and raise its limits; returns its function."""
         status, function = driver.cuKernelGetFunction(self._kernel)
         if status == self._ok:
@@ -108,10 +100,6 @@ class Launch:
         if status == self._ok and cluster > 8:
             (status,) = driver.cuFuncSetAttribute(
                 function, attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1
-            )
-        if status == self._ok and all_shared:
-            (status,) = driver.cuFuncSetAttribute(
-                function, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100
             )
         if status != self._ok:
             raise FailedError(f"a kernel cannot be prepared ({shared_bytes} bytes of shared memory): {status.name}")

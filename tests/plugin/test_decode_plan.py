@@ -43,9 +43,11 @@ def test_a_small_batch_is_split_and_a_large_one_is_not() -> None:
     assert plan_decode(SPEC, call_of(64, 64), HOPPER).splits == 1
 
 
-def test_scoring_starts_early_only_beside_few_blocks_of_attention() -> None:
+def test_scoring_starts_early_only_where_it_is_short() -> None:
     assert plan_decode(SPEC, call_of(1, 64), HOPPER).dependent
-    assert not plan_decode(SPEC, call_of(16, 64), HOPPER).dependent
+    assert plan_decode(SPEC, call_of(16, 256), HOPPER).dependent
+    assert not plan_decode(SPEC, call_of(16, 1024), HOPPER).dependent
+    assert not plan_decode(SPEC, call_of(64, 64), HOPPER).dependent
     assert not plan_decode(SPEC, call_of(64, 1024), HOPPER).dependent
 
 
