@@ -90,7 +90,6 @@ class ScoreTile:
         threads: of a thread block.
         ctas: thread blocks of selection on a multiprocessor.
         query_bytes: of dynamic shared memory for the queries of the rows.
-        queries_stay: while selection has its histograms beside them, not in their place.
         defines: which form.
     """
 
@@ -98,14 +97,12 @@ class ScoreTile:
     threads: int
     ctas: int
     query_bytes: int
-    queries_stay: bool
     defines: Mapping[str, int]
 
     @property
     def select_bytes(self) -> int:
         """Dynamic shared memory of selection: queries, and a histogram of 1024 words a warp."""
-        histograms = self.threads // 32 * 4096
-        return self.query_bytes + histograms if self.queries_stay else max(self.query_bytes, histograms)
+        return self.query_bytes + self.threads // 32 * 4096
 
 
 def score_tile(spec: Specialisation, portable: bool = False) -> ScoreTile:
@@ -113,6 +110,6 @@ def score_tile(spec: Specialisation, portable: bool = False) -> ScoreTile:
     heads, dim = spec.indexer_n_heads, spec.indexer_head_dim
     if spec.hopper and not portable:
         slabs, pairs = math.ceil(dim / 64), math.ceil(heads / 2)
-        return ScoreTile(32, 512, 1, slabs * pairs * 8192, True, {"QSA_SCORE_HOPPER": 1})
+        return ScoreTile(32, 512, 1, slabs * pairs * 8192, {"QSA_SCORE_HOPPER": 1})
     padding = 32 if heads * dim % 64 == 0 else 0
-    return ScoreTile(16, 192, 2, 16 * (heads * dim + padding) * 2, False, {"QSA_SCORE_HOPPER": 0})
+    return ScoreTile(16, 192, 2, 16 * (heads * dim + padding) * 2, {"QSA_SCORE_HOPPER": 0})

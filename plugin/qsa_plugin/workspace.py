@@ -79,7 +79,8 @@ def select_sizes(geometry: Geometry, blocks: int) -> tuple[int, int]:
     what a chunk adds.
     """
     chunk = min(SELECT_CHUNK, max(1, math.ceil(blocks / BLOCK_TILE)) * BLOCK_TILE)
-    return chunk, max(2 * geometry.budget_blocks, 1024) + chunk if blocks > chunk else 0
+    most = math.ceil(max(2 * geometry.budget_blocks, 1024) / 4) * 4  # keys and ids start at 16-byte boundaries
+    return chunk, most + chunk if blocks > chunk else 0
 
 
 def score_stride(geometry: Geometry, call: Call) -> int:

@@ -25,8 +25,7 @@ def test_selection_gets_the_threads_and_the_memory_that_it_takes(name: str, port
     tile, kernel = score_tile(SPECIALISATIONS[name].on("sm_90a"), portable), constants(file)
     assert (tile.rows, tile.threads) == (int(kernel["ROW_TILE"]), int(kernel["SCORE_THREADS"]))
     histograms = tile.threads // 32 * int(constants("prefill_select.cuh")["BINS"]) * 4
-    stay = kernel["QUERIES_STAY"] == "true"
-    assert tile.select_bytes == (tile.query_bytes + histograms if stay else max(tile.query_bytes, histograms))
+    assert tile.select_bytes == tile.query_bytes + histograms
 
 
 @pytest.mark.parametrize("capability", ARCHES)

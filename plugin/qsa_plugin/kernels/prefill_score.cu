@@ -24,28 +24,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_score_rows
     const __grid_constant__ ScoreRowsParams p) {
     extern __shared__ __align__(1024) unsigned char staged[];  // [QUERY_BYTES]
     __shared__ ScoreWork work;
-    __shared__ int position;
+    __shared__ int position, rows;
+    __shared__ float* volatile out;  // of the tile; read again, not kept while products need all registers
     const int tiles = (p.rows + ROW_TILE - 1) / ROW_TILE;
     const int b = blockIdx.x / tiles, row = blockIdx.x % tiles * ROW_TILE, in_range = min(ROW_TILE, p.rows - row);
     const int64_t base = static_cast<int64_t>(b) * p.rows + row;
     if (threadIdx.x == 0) {
         const Sequence sequence = sequence_of(p.live, p.past, b, p.seq_len);
         const int real = min(in_range, sequence.live - p.row_begin - row);
+        out = p.scores + base * p.stride;
         position = sequence.past + p.row_begin + row;
-        work = {real, 0, real > 0 ? visible_blocks(position + real - 1) : 0,
-                p.page_table + (static_cast<int64_t>(b) * 2 + 1) * p.pages_per_seq, p.scores + base * p.stride};
+        rows = real;
+        work = {0, real > 0 ? visible_blocks(position + real - 1) : 0,
+                p.page_table + (static_cast<int64_t>(b) * 2 + 1) * p.pages_per_seq};
     }
     __syncthreads();
     if (work.end > 0) {
-        stage_queries(p.queries + base * IH * ID, work.rows, staged);
+        stage_queries(p.queries + base * IH * ID, rows, staged);
         __syncthreads();
-        score_blocks<false>(staged, work, p.pool, p.stride);
+        score_blocks(staged, work, p.pool, [&](const Sums& sums, int first, int first_row) {
+            const int thread = thread_now(), g = thread / 4 % 8, t = thread % 4;
+#pragma unroll
+            for (int i = 0; i < SUM_ROWS; ++i) {
+                const int r = first_row + row_of(i, t);
+                if (r >= *const_cast<volatile int*>(&rows)) continue;
+                float* to = out + r * p.stride + first + g;
+#pragma unroll
+                for (int j = 0; j < SUM_KEYS; ++j)
+                    to[8 * j] = divide_by_sqrt(sums[i][j]);
+            }
+        });
     }
     __syncthreads();
     for (int r = 0; r < in_range; ++r) {
-        const int visible = r < work.rows ? visible_blocks(position + r) : 0;
+        const int visible = r < rows ? visible_blocks(position + r) : 0;
         for (int block = visible + threadIdx.x; block < p.stride; block += THREADS)
-            work.out[static_cast<int64_t>(r) * p.stride + block] = NEGATIVE_INFINITY;
+            out[static_cast<int64_t>(r) * p.stride + block] = NEGATIVE_INFINITY;
     }
 }
 

@@ -3,23 +3,19 @@
 //
 // Two forms with one interface: mma.sync below, warpgroup products in prefill_score_hopper.cuh (QSA_SCORE_HOPPER 1).
 // stage_queries puts a tile's queries into shared memory, score_blocks computes. All SCORE_THREADS threads call both,
-// with a barrier between.
+// with a barrier between. score_blocks hands what it has summed over heads to its caller, a warp's share at a time, as
+// sums[i][j]: row row_of(i), block first + g + 8 j.
 #pragma once
 
 #include "prefill.cuh"
 
 constexpr int PIECES = ID / 32;  // 16-byte pieces of a vector in a lane
 
-// The score of a head sum; KEYS: the bits of its sort key instead.
-template <bool KEYS>
-__device__ __forceinline__ float score_or_key(float sum) {
-    if constexpr (KEYS) {  // sums are not negative
-        const float quotient = sum * RSQRT_ID;
-        uint32_t key = __float_as_uint(fmaf(fmaf(-quotient, SQRT_ID, sum), RSQRT_ID, quotient)) | 0x80000000u;
-        if (!(quotient <= 3.4e38f)) key = quotient > 0.f ? 0xff800000u : 0u;  // infinity, NaN
-        return __uint_as_float(key);
-    }
-    return divide_by_sqrt(sum);
+// The sort key of a head sum's score.
+__device__ __forceinline__ uint32_t key_of_sum(float sum) {  // sums are not negative
+    const float quotient = sum * RSQRT_ID;
+    const uint32_t key = __float_as_uint(fmaf(fmaf(-quotient, SQRT_ID, sum), RSQRT_ID, quotient)) | 0x80000000u;
+    return quotient <= 3.4e38f ? key : quotient > 0.f ? 0xff800000u : 0u;  // infinity, NaN
 }
 
 // relu that lets NaN pass
@@ -36,11 +32,9 @@ __device__ __forceinline__ const surf_t* block_key(
 
 // What score_blocks computes, in shared memory: it is read where it is needed, for the products need all registers.
 struct ScoreWork {
-    int rows;  // of the tile
-    int begin; // blocks [begin, end)
+    int begin;  // blocks [begin, end)
     int end;
     const int* v_pages;  // of the sequence, [pages_per_seq]
-    float* out;  // [rows, stride], block `begin` in column 0
 };
 
 // The same for 16 blocks, which lie in one page: the key of the first, and the distance of two.
@@ -50,6 +44,16 @@ __device__ __forceinline__ const surf_t* sixteen_keys(const surf_t* pool, const 
     return pool + pool_offset(work.v_pages[min(start, work.end - 1) * R / PAGE], start * R % PAGE, 0) + D;
 }
 
+// threadIdx.x, read again: what is derived from it is not kept while products need all registers.
+__device__ __forceinline__ int thread_now() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
+// The row of sums[i], counted from the first row, in lane 4 g + t.
+__device__ __forceinline__ int row_of(int i, int t) { return i / 2 * 8 + 2 * t + i % 2; }
+
 #if QSA_SCORE_HOPPER
 #include "prefill_score_hopper.cuh"
 #else
@@ -58,10 +62,11 @@ constexpr int ROW_TILE = 16;
 constexpr int BLOCK_TILE = 32;  // block keys that a warp scores at a time: two left operands of score_mma
 constexpr int SCORE_THREADS = 192;
 constexpr int SCORE_CTAS = IH > 4 ? 1 : 2;  // an SM: without spills
-constexpr bool QUERIES_STAY = false;  // two CTAs share the memory: histograms of selection take their place
 // Elements from one row of queries to the next in shared memory: neighbours start half of all banks apart.
 constexpr int QUERY_STRIDE = IH * ID + (IH * ID % 64 == 0 ? 32 : 0);
 constexpr int QUERY_BYTES = ROW_TILE * QUERY_STRIDE * sizeof(surf_t);
+constexpr int SUM_ROWS = 2, SUM_KEYS = 4;
+typedef float Sums[SUM_ROWS][SUM_KEYS];
 
 // Left operands of BLOCK_TILE keys, as score_mma makes them, made once: [16 keys][piece][two products].
 typedef uint32_t KeyOperands[2][PIECES][2][4];
@@ -110,14 +115,14 @@ __device__ __forceinline__ void stage_queries(const surf_t* queries, int rows, u
     }
 }
 
-// Scores of a piece of work, or their sort keys (KEYS). The number of blocks is rounded up to BLOCK_TILE; what lies
-// there is garbage.
-template <bool KEYS>
+// Head sums of a piece of work: take(sums, first block, first row). The number of blocks is rounded up to BLOCK_TILE;
+// what lies there is garbage, and so is what lies past the last row.
+template <class Take>
 __device__ __forceinline__ void score_blocks(
-    const unsigned char* staged, const volatile ScoreWork& work, const surf_t* pool, int stride) {
+    const unsigned char* staged, const volatile ScoreWork& work, const surf_t* pool, const Take& take) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     // 0, unknown to the compiler: it would move every register of a key to its place again for every product
-    const uint32_t zero = static_cast<uint32_t>(stride) >> 31;
+    const uint32_t zero = static_cast<uint32_t>(work.begin) >> 31;
 #pragma unroll 1
     for (int first = work.begin + warp * BLOCK_TILE; first < work.end; first += SCORE_THREADS / 32 * BLOCK_TILE) {
         KeyOperands keys;
@@ -138,14 +143,9 @@ __device__ __forceinline__ void score_blocks(
         for (int n = 0; n < ROW_TILE; n += 8) {
             float sum[2][4];
             score_heads<0, 8>(sum, keys, reinterpret_cast<const surf_t*>(staged) + (n + g) * QUERY_STRIDE + 8 * t);
-            float* to = work.out + first - work.begin + g + (n + 2 * t) * stride;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                if (n + 2 * t + i >= work.rows) continue;
-#pragma unroll
-                for (int j = 0; j < 4; ++j)  // block first + g + 8 j
-                    to[i * stride + 8 * j] = score_or_key<KEYS>(sum[j / 2][j % 2 * 2 + i]);
-            }
+            const Sums sums = {{sum[0][0], sum[0][2], sum[1][0], sum[1][2]},
+                               {sum[0][1], sum[0][3], sum[1][1], sum[1][3]}};
+            take(sums, first, n);
         }
     }
 }

@@ -9,13 +9,14 @@ constexpr int ROW_TILE = 32;
 constexpr int BLOCK_TILE = 64;
 constexpr int SCORE_THREADS = 512;
 constexpr int SCORE_CTAS = 1;
-constexpr bool QUERIES_STAY = true;  // beside the histograms of selection: shared memory holds both
 constexpr int PRODUCTS = ID / 16;  // of a dot
 constexpr int PAIRS = (IH + 1) / 2;
 constexpr int PAIR_BYTES = 2 * ROW_TILE * 128;
 constexpr int QUERY_SLAB_BYTES = PAIRS * PAIR_BYTES;
 constexpr int QUERY_BYTES = (PRODUCTS + 3) / 4 * QUERY_SLAB_BYTES;
 static_assert(2 * ROW_TILE == 64, "the right operand of wgmma_rs_64");
+constexpr int SUM_ROWS = 8, SUM_KEYS = 2;
+typedef float Sums[SUM_ROWS][SUM_KEYS];
 
 __device__ __forceinline__ void stage_queries(const surf_t* queries, int rows, unsigned char* staged) {
     constexpr int CHUNKS = ID / 8;
@@ -73,13 +74,14 @@ __device__ __forceinline__ void score_heads(
 }
 
 // As in prefill_score.cuh.
-template <bool KEYS>
+template <class Take>
 __device__ __forceinline__ void score_blocks(
-    const unsigned char* staged, const volatile ScoreWork& work, const surf_t* pool, int stride) {
-    const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
+    const unsigned char* staged, const volatile ScoreWork& work, const surf_t* pool, const Take& take) {
+    const int warpgroup = threadIdx.x / 128;
     const uint64_t queries = wgmma_descriptor(shared_address(staged), 0);
     uint4 pieces[2][PIECES];  // of keys g and g + 8
     auto load = [&](int first) {
+        const int thread = thread_now(), warp = thread / 32 % 4, g = thread / 4 % 8, t = thread % 4;
         const surf_t* from = sixteen_keys(pool, work, first + warp * 16) + g * KEY_STRIDE + 8 * t;
 #pragma unroll
         for (int j = 0; j < 2 * PIECES; ++j)
@@ -100,16 +102,10 @@ __device__ __forceinline__ void score_blocks(
         }
         float sum[4][4];
         score_heads(sum, keys, queries);
-        load(first + SCORE_THREADS / 128 * BLOCK_TILE);  // on its way while this step's scores are stored
-        const int rows = work.rows;
-        float* to = work.out + first - work.begin + warp * 16 + g + 2 * t * stride;
+        load(first + SCORE_THREADS / 128 * BLOCK_TILE);  // on its way while this step's sums are taken
+        Sums sums;
 #pragma unroll
-        for (int n = 0; n < 4; ++n, to += 8 * stride)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                if (n * 8 + t * 2 + i >= rows) continue;
-                to[i * stride] = score_or_key<KEYS>(sum[n][i]);
-                to[i * stride + 8] = score_or_key<KEYS>(sum[n][2 + i]);
-            }
+        for (int i = 0; i < 16; ++i) sums[i / 4 * 2 + i % 2][i / 2 % 2] = sum[i / 4][i % 4];
+        take(sums, first + thread_now() / 32 % 4 * 16, 0);
     }
 }

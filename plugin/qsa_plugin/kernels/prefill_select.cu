@@ -1,9 +1,9 @@
 // Stages 4 and 5 of prefill in one launch (`select_tiles`), and selection alone on given scores (`select_rows`).
 //
 // CTAs are as many as fit the GPU; each walks over tiles of ROW_TILE sparse rows. A tile's blocks come in chunks: all
-// warps score a chunk into a scratch of the CTA, then each selects from it for rows of its own while the scores are in
-// cache. The scratch grows with the number of CTAs, not with the number of rows, nor, past a chunk, with their length.
-#include "prefill_score.cuh"
+// warps score the first into a scratch of the CTA, then each selects from it for rows of its own while the scores are in
+// cache. Of later chunks only candidates are stored. The scratch grows with the number of CTAs, not with the number of
+// rows, nor, past a chunk, with their length.
 #include "prefill_select.cuh"
 
 constexpr int THREADS = SCORE_THREADS;
@@ -15,7 +15,7 @@ struct SelectTilesParams {
     const int* page_table;   // [batch, 2, pages_per_seq]
     const int* live;         // [batch]
     const int* past;         // [batch], or null: 0
-    float* scratch;          // [CTAs, ROW_TILE, chunk + 2 * candidates]: keys; keys and ids of candidates
+    uint32_t* scratch;       // [CTAs, ROW_TILE, chunk + 2 * candidates]: keys; keys and ids of candidates
     int* lists;              // [batch, rows, BUDGET_BLOCKS] out, rows of dense rows stay unwritten
     int batch;
     int seq_len;
@@ -26,75 +26,89 @@ struct SelectTilesParams {
     int candidates;          // 0 if a chunk holds the longest row, else MAX_CANDIDATES + chunk
 };
 
-// A chunk of the blocks of ROW_TILE rows of one sequence.
+// ROW_TILE rows of one sequence.
 struct Work {
-    ScoreWork score;  // the chunk, and the real rows
+    ScoreWork score;  // the current chunk of their blocks
     int index;        // of the tile
+    int rows;         // that are real
     int position;     // of the first row
     int blocks;       // that the last row sees
     int64_t base;     // of the first row in `queries` and `lists`
 };
 
-__device__ __forceinline__ float* own_scratch(const SelectTilesParams& p) {
+__device__ __forceinline__ uint32_t* own_scratch(const SelectTilesParams& p) {
     return p.scratch + static_cast<int64_t>(blockIdx.x) * ROW_TILE * (p.chunk + 2 * p.candidates);
 }
 
-// One thread: the next chunk, of this tile or of the next that has a sparse row. False if there is none.
-__device__ __forceinline__ bool next_work(const SelectTilesParams& p, Work& work) {
+// One thread: the next tile that has a sparse row. False if there is none.
+__device__ __forceinline__ bool next_tile(const SelectTilesParams& p, Work& work) {
     const int tiles = (p.rows + ROW_TILE - 1) / ROW_TILE;
-    work.score.begin += p.chunk;
-    while (work.score.begin >= work.blocks) {
-        work.index += gridDim.x;
-        if (work.index >= p.batch * tiles) return false;
+    while ((work.index += gridDim.x) < p.batch * tiles) {
         const int b = work.index % p.batch;
         const int row = (tiles - 1 - work.index / p.batch) * ROW_TILE;  // the longest tiles first
         const Sequence sequence = sequence_of(p.live, p.past, b, p.seq_len);
-        const int rows = min(min(ROW_TILE, p.rows - row), sequence.live - p.row_begin - row);
+        work.rows = min(min(ROW_TILE, p.rows - row), sequence.live - p.row_begin - row);
         work.position = sequence.past + p.row_begin + row;
         work.base = static_cast<int64_t>(b) * p.rows + row;
-        work.blocks = rows > 0 ? visible_blocks(work.position + rows - 1) : 0;
-        if (work.blocks <= BUDGET_BLOCKS) work.blocks = 0;
-        work.score.rows = rows;
-        work.score.begin = 0;
-        work.score.v_pages = p.page_table + (static_cast<int64_t>(b) * 2 + 1) * p.pages_per_seq;
+        work.blocks = work.rows > 0 ? visible_blocks(work.position + work.rows - 1) : 0;
+        work.score = {0, min(p.chunk, work.blocks), p.page_table + (static_cast<int64_t>(b) * 2 + 1) * p.pages_per_seq};
+        if (work.blocks > BUDGET_BLOCKS) return true;
     }
-    work.score.end = min(work.score.begin + p.chunk, work.blocks);
-    return true;
+    return false;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_select_tiles(
     const __grid_constant__ SelectTilesParams p) {
-    extern __shared__ __align__(1024) unsigned char shared[];  // queries [QUERY_BYTES], histograms [WARPS, BINS]
+    // queries [QUERY_BYTES], and BINS words a warp: histograms, or what waits for its place in a list
+    extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ RowState states[ROW_TILE];
     __shared__ Work work;
-    if (threadIdx.x == 0) {
-        work.index = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
-        work.score.begin = work.blocks = 0;
-        work.score.out = own_scratch(p);
-    }
-    while (__syncthreads_or(threadIdx.x == 0 && next_work(p, work))) {
-        if (!QUERIES_STAY || work.score.begin == 0) {
-            stage_queries(p.queries + work.base * (IH * ID), work.score.rows, shared);
+    const auto list_of = [&](int r) {
+        uint32_t* keys = own_scratch(p) + ROW_TILE * p.chunk + r * 2 * p.candidates;
+        return Candidates{keys, reinterpret_cast<int*>(keys + p.candidates)};
+    };
+    const auto own_words = [&] { return reinterpret_cast<uint32_t*>(shared + QUERY_BYTES) + thread_now() / 32 * BINS; };
+    if (threadIdx.x == 0) work.index = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
+    while (__syncthreads_or(threadIdx.x == 0 && next_tile(p, work))) {
+        if (threadIdx.x < ROW_TILE) {
+            const int blocks = threadIdx.x < work.rows ? visible_blocks(work.position + threadIdx.x) : 0;
+            states[threadIdx.x].blocks = blocks > BUDGET_BLOCKS ? blocks : 0;
+            states[threadIdx.x].bound(0xff800000u);  // infinity, until there is a list
+        }
+        stage_queries(p.queries + work.base * (IH * ID), work.rows, shared);
+        bool more;
+        do {
             __syncthreads();
-        }
-        score_blocks<true>(shared, work.score, p.pool, p.chunk);
-        __syncthreads();
-        int thread;  // read again, not kept while scores are made: the products need all registers
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-        const int warp = thread / 32, lane = thread % 32;
-        uint32_t* scratch = reinterpret_cast<uint32_t*>(own_scratch(p));
+            score_blocks(shared, work.score, p.pool, [&](const Sums& sums, int first, int first_row) {
+                const volatile Work& now = work;  // read again, not kept while products need all registers
+                if (now.score.begin > 0) {
+                    keep_candidates(sums, first, first_row, states, list_of, reinterpret_cast<float2*>(own_words()));
+                    return;
+                }
+                const int rows = now.rows, thread = thread_now(), g = thread / 4 % 8, t = thread % 4;
+                uint32_t* to = own_scratch(p) + first + g + (first_row + 2 * t) * p.chunk;
+#pragma unroll
+                for (int i = 0; i < SUM_ROWS; ++i) {
+                    if (first_row + row_of(i, t) >= rows) continue;
+#pragma unroll
+                    for (int j = 0; j < SUM_KEYS; ++j) to[row_of(i, 0) * p.chunk + 8 * j] = key_of_sum(sums[i][j]);
+                }
+            });
+            __syncthreads();
+            const bool first = work.score.begin == 0, last = work.score.end == work.blocks;
+            const int warp = thread_now() / 32, lane = thread_now() % 32;
 #pragma unroll 1
-        for (int r = warp; r < work.score.rows; r += WARPS) {
-            const int blocks = visible_blocks(work.position + r);
-            if (blocks <= BUDGET_BLOCKS) continue;  // not a sparse row
-            uint32_t* keys = scratch + ROW_TILE * p.chunk + r * 2 * p.candidates;
-            const int first = work.score.begin;
-            select_chunk(scratch + r * p.chunk, first, max(0, min(p.chunk, blocks - first)),
-                         work.score.end == work.blocks, keys, reinterpret_cast<int*>(keys + p.candidates), states[r],
-                         reinterpret_cast<uint32_t*>(shared + (QUERIES_STAY ? QUERY_BYTES : 0)) + warp * BINS,
-                         p.lists + (work.base + r) * BUDGET_BLOCKS, lane);
-        }
-        __syncthreads();
+            for (int r = warp; r < work.rows; r += WARPS)
+                if (states[r].blocks > 0)
+                    select_from_chunk(own_scratch(p) + r * p.chunk, p.chunk, first, last, list_of(r), states[r], own_words(),
+                                      p.lists + (work.base + r) * BUDGET_BLOCKS, lane);
+            more = !last;
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                work.score.begin = work.score.end;
+                work.score.end = min(work.score.begin + p.chunk, work.blocks);
+            }
+        } while (more);
     }
 }
 
@@ -113,7 +127,12 @@ extern "C" __global__ void __launch_bounds__(ROW_WARPS * 32, 4) qsa_select_rows(
     __shared__ alignas(16) uint32_t histogram[ROW_WARPS][BINS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * ROW_WARPS + warp;
-    if (row < p.rows)
-        select_row<false>(Scores{p.scores + row * p.stride}, nullptr, p.counts[row], histogram[warp],
-                          p.lists + row * BUDGET_BLOCKS, lane);
+    if (row >= p.rows) return;
+    const Scores scores = {p.scores + row * p.stride};
+    const int count = p.counts[row];
+    int* list = p.lists + row * BUDGET_BLOCKS;
+    const Threshold threshold =
+        count > BUDGET_BLOCKS ? find_threshold(scores, nullptr, count, 0, histogram[warp], lane) : EVERYTHING;
+    const int taken = append(scores, nullptr, count, threshold, nullptr, list, 0, histogram[warp], lane);
+    for (int i = taken + lane; i < BUDGET_BLOCKS; i += 32) list[i] = -1;
 }
