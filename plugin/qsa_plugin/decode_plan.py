@@ -93,7 +93,7 @@ class AttendShape:
         ring = 2 * self.stages * self.tile * spec.head_size * 2
         budget = spec.geometry.budget_blocks
         quads = 8 if 32 * self.threads >= 2 * budget else 16
-        select = 16 * quads * (self.threads + 1) + 8 * budget + 52 * self.warps + 288
+        select = 16 * quads * (self.threads + 1) + 4 * 2048 + 8 * budget + 12 * self.warps + 300
         query = PARTIAL_ROWS * spec.head_size * 2
         received = MAX_SPLITS * PARTIAL_ROWS * 8 + max(spec.head_size // 8, MAX_SPLITS) * spec.geometry.group_size * 32
         prob = PARTIAL_ROWS * (self.tile + 8) * 2

@@ -85,6 +85,24 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
+// Counts four keys a lane. A warp of one mind adds once: many equal scores cost no more than others.
+__device__ __forceinline__ void count_bins(uint32_t* histogram, const uint32_t (&bins)[4], const bool (&inside)[4],
+                                           int lane) {
+    const uint32_t first = __shfl_sync(0xffffffffu, bins[0], 0);
+    if (__all_sync(0xffffffffu, inside[0] && bins[0] == first)) {
+        bool same = true;
+#pragma unroll
+        for (int i = 1; i < 4; ++i) same &= inside[i] && bins[i] == first;
+        if (__all_sync(0xffffffffu, same)) {
+            if (lane == 0) atomicAdd(histogram + first, 128u);
+            return;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        if (inside[i]) atomicAdd(histogram + bins[i], 1u);
+}
+
 // ------------------------------------------------------------------------------------------------ rows in a warp
 // A warp holds a row of DIM elements: lane l has elements [l*E, (l+1)*E), E = DIM/32, one vector access a lane.
 template <int E>

@@ -1,9 +1,8 @@
 // Exact selection of the `count` best of n sort keys by (key descending, place ascending), by one thread block: short
 // enough that every block of attention does it for itself. Code is kept small, since each instruction runs a few times
 // only and comes from a cold cache.
-//   The count-th largest key is searched between two bounds, one count of the whole block a step: the first steps guess
-//   from mean and deviation and interpolate, later ones also halve the interval of keys and draw the bound to the nearest
-//   key that exists, so that ties end the search; the last 64 candidates are ranked at once.
+//   A histogram of the top 2^SPAN_BITS keys (the rest joins its lowest bin) finds the bin of the count-th largest key; a
+// crowded bin is the range of the next one, until it is one key or is taken whole, or has so few that they are ranked.
 //   Of a long row only groups are looked at first: the `count` groups with the best maxima, ties by place, hold the
 //   `count` best scores. What does not fit shared memory is selected from piece by piece, beside the best so far.
 // Needs WARPS and THREADS of the including file.
@@ -15,7 +14,9 @@ constexpr int MAX_QUADS = 32 * THREADS >= 2 * BUDGET_BLOCKS ? 8 : 16;  // of key
 constexpr int MAX_KEYS = 4 * MAX_QUADS * THREADS;
 constexpr int QUAD_PITCH = THREADS + 1;  // spreads both the writes and the reads of the keys over all banks
 constexpr int CANDIDATES = 64;
-constexpr float AIM = 12.f;  // places
+constexpr int BIN_BITS = 11;
+constexpr int BINS = 1 << BIN_BITS;
+constexpr int SPAN_BITS = 26;  // eight octaves of scores
 constexpr unsigned ALL_LANES = 0xffffffffu;
 static_assert(MAX_KEYS >= 2 * BUDGET_BLOCKS, "room for the best so far and as many more");
 
@@ -35,11 +36,11 @@ __device__ __forceinline__ int lowest_mark(uint64_t marks) { return __ffsll(stat
 
 struct SelectScratch {
     uint4 quads[MAX_QUADS * QUAD_PITCH];
+    uint4 histogram[BINS / 4];
     int lists[2][BUDGET_BLOCKS];
-    int counts[2][WARPS], totals[WARPS];
-    uint32_t smallest[2][WARPS], largest[2][WARPS];
-    float sums[WARPS], squares[WARPS];
+    int totals[WARPS];
     uint32_t lowest[WARPS], highest[WARPS];
+    int bin, above_bin, in_bin;
     int candidates_found;
     uint32_t candidates[CANDIDATES];
     uint32_t last_key;  // of those selected
@@ -61,10 +62,8 @@ struct KeySource {
     }
 };
 
-// Of scores from 0 on; NaN counts as 0. The sums may be anything for others: they steer the search and never decide.
-struct Moments {
-    float sum, squares;
-    uint32_t lowest, highest;  // no key is outside
+struct Extremes {
+    uint32_t lowest, highest;
 };
 
 // The keys in shared memory: thread i owns places [4 * quads * i, +4 * quads). Past the end they are 0, as of NaN.
@@ -76,37 +75,37 @@ struct Keys {
     }
     __device__ __forceinline__ int first_place() const { return 4 * threadIdx.x << shift; }
 
-    // Reads all keys; returns what this thread has seen.
-    __device__ __forceinline__ Moments load(const KeySource& source) const {
+    // Reads all keys; returns the extremes of those that this thread has seen.
+    __device__ __forceinline__ Extremes load(const KeySource& source) const {
         const int quads = 1 << shift;
         const bool whole = source.listed == 0, scattered = source.unit == 1 && !whole;
-        Moments seen = {0.f, 0.f, ALL_LANES, 0u};
+        Extremes seen = {ALL_LANES, 0u};
+        const auto see = [&](uint32_t key) {
+            seen.lowest = min(seen.lowest, key);
+            seen.highest = max(seen.highest, key);
+        };
 #pragma unroll 1
-        for (int i = 0; i < quads; i += 4) {
-            uint4 four[4];
+        for (int i = 0; i < quads; i += 8) {
+            uint4 eight[8];
             unsigned there = 0u;
 #pragma unroll
-            for (int b = 0; b < 4; ++b) {  // four loads before the first use
+            for (int b = 0; b < 8; ++b) {  // eight loads before the first use
                 const int place = 4 * ((i + b) * THREADS + static_cast<int>(threadIdx.x));
                 const int unit = source.units[min(place / SCORE_TILE, BUDGET_BLOCKS - 1)];  // not set where all are read
                 const int id = whole ? source.start + place : unit * SCORE_TILE + place % SCORE_TILE;
                 const bool exists = i + b < quads && place < source.n && id < source.limit && !scattered;
-                four[b] = make_uint4(0u, 0u, 0u, 0u);
-                if (exists) four[b] = __ldcg(reinterpret_cast<const uint4*>(source.values + id));
+                eight[b] = make_uint4(0u, 0u, 0u, 0u);
+                if (exists) eight[b] = __ldcg(reinterpret_cast<const uint4*>(source.values + id));
                 there |= static_cast<unsigned>(exists) << b;
             }
 #pragma unroll
-            for (int b = 0; b < 4; ++b) {
+            for (int b = 0; b < 8; ++b) {
                 const int quad = (i + b) * THREADS + threadIdx.x;
-                if (i + b < quads) s.quads[(quad & (quads - 1)) * QUAD_PITCH + (quad >> shift)] = four[b];
-                const float x = __uint_as_float(four[b].x ^ 0x80000000u), y = __uint_as_float(four[b].y ^ 0x80000000u);
-                const float z = __uint_as_float(four[b].z ^ 0x80000000u), w = __uint_as_float(four[b].w ^ 0x80000000u);
-                seen.sum += (x + y) + (z + w);
-                seen.squares += fmaf(x, x, y * y) + fmaf(z, z, w * w);
-                const uint32_t low = min(min(four[b].x, four[b].y), min(four[b].z, four[b].w));
-                const uint32_t high = max(max(four[b].x, four[b].y), max(four[b].z, four[b].w));
-                if (there >> b & 1u) seen.lowest = min(seen.lowest, low);
-                seen.highest = max(seen.highest, high);
+                if (i + b < quads) s.quads[(quad & (quads - 1)) * QUAD_PITCH + (quad >> shift)] = eight[b];
+                if (there >> b & 1u) {
+                    see(min(min(eight[b].x, eight[b].y), min(eight[b].z, eight[b].w)));
+                    see(max(max(eight[b].x, eight[b].y), max(eight[b].z, eight[b].w)));
+                }
             }
         }
         if (!scattered) return seen;
@@ -114,10 +113,11 @@ struct Keys {
 #pragma unroll 1
         for (int place = threadIdx.x; place < source.n; place += THREADS) {
             const int quad = place / 4;
-            reinterpret_cast<uint32_t*>(s.quads + (quad & (quads - 1)) * QUAD_PITCH + (quad >> shift))[place % 4] =
-                __ldcg(source.values + source.id(place));
+            const uint32_t key = __ldcg(source.values + source.id(place));
+            reinterpret_cast<uint32_t*>(s.quads + (quad & (quads - 1)) * QUAD_PITCH + (quad >> shift))[place % 4] = key;
+            see(key);
         }
-        return {0.f, 0.f, 0u, ALL_LANES - 1u};
+        return seen;
     }
     __device__ __forceinline__ uint32_t at(int i) const {  // of this thread's keys
         return reinterpret_cast<const uint32_t*>(s.quads + i / 4 * QUAD_PITCH + threadIdx.x)[i % 4];
@@ -125,20 +125,19 @@ struct Keys {
     // Marks this thread's keys in [from, to].
     __device__ __forceinline__ Marks mark(uint32_t from, uint32_t to) const {
         Marks marks = 0u;
-        visit([&](uint32_t key, int i) { marks |= static_cast<Marks>(key >= from && key <= to) << i; });
+        int place = 0;
+        visit_quads([&](const uint4& four) {
+            const unsigned here = (four.x >= from && four.x <= to) | (four.y >= from && four.y <= to) << 1 |
+                                  (four.z >= from && four.z <= to) << 2 | (four.w >= from && four.w <= to) << 3;
+            marks |= static_cast<Marks>(here) << place;
+            place += 4;
+        });
         return marks;
     }
-    // visit(key, place - first_place()) for this thread's keys, in order.
     template <class Visit>
-    __device__ __forceinline__ void visit(const Visit& visit) const {
-#pragma unroll 4
-        for (int j = 0; j < 1 << shift; ++j) {
-            const uint4 four = s.quads[j * QUAD_PITCH + threadIdx.x];
-            visit(four.x, 4 * j);
-            visit(four.y, 4 * j + 1);
-            visit(four.z, 4 * j + 2);
-            visit(four.w, 4 * j + 3);
-        }
+    __device__ __forceinline__ void visit_quads(const Visit& visit) const {
+#pragma unroll 2
+        for (int j = 0; j < 1 << shift; ++j) visit(s.quads[j * QUAD_PITCH + threadIdx.x]);
     }
 };
 
@@ -147,131 +146,6 @@ struct Cut {
     uint32_t above, tied;
     int ties;
 };
-
-// The standard normal value that a share `upper` of a distribution exceeds (Abramowitz and Stegun 26.2.23).
-__device__ __forceinline__ float normal_quantile(float upper) {
-    const float tail = fminf(upper, 1.f - upper), x = sqrtf(-2.f * __logf(tail));
-    const float z = x - __fdividef(2.515517f + x * (0.802853f + x * 0.010328f),
-                                   1.f + x * (1.432788f + x * (0.189269f + x * 0.001308f)));
-    return upper < 0.5f ? z : -z;
-}
-
-// Where the count-th largest of n scores lies: guesses, but for the bounds.
-struct Guess {
-    float first;          // mean and deviation say so
-    float score_a_place;  // how far scores of neighbouring ranks are apart there
-    uint32_t lowest, highest;
-};
-
-// mine: of this thread's scores. Ends behind the barrier that makes the keys visible.
-__device__ __forceinline__ Guess guess_from_moments(const Moments& mine, int n, int count, SelectScratch& s) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float sum = warp_sum(mine.sum), squares = warp_sum(mine.squares);
-    uint32_t lowest = __reduce_min_sync(ALL_LANES, mine.lowest), highest = __reduce_max_sync(ALL_LANES, mine.highest);
-    if (lane == 0) {
-        s.sums[warp] = sum;
-        s.squares[warp] = squares;
-        s.lowest[warp] = lowest;
-        s.highest[warp] = highest;
-    }
-    if (threadIdx.x < CANDIDATES) s.candidates[threadIdx.x] = 0u;
-    if (threadIdx.x == 0) s.candidates_found = 0;
-    __syncthreads();
-    sum = warp_sum(lane < WARPS ? s.sums[lane] : 0.f);
-    squares = warp_sum(lane < WARPS ? s.squares[lane] : 0.f);
-    lowest = __reduce_min_sync(ALL_LANES, lane < WARPS ? s.lowest[lane] : ALL_LANES);
-    highest = __reduce_max_sync(ALL_LANES, lane < WARPS ? s.highest[lane] : 0u);
-    const float z = normal_quantile(__fdividef(static_cast<float>(count), static_cast<float>(n)));
-    const float mean = __fdividef(sum, static_cast<float>(n));
-    const float deviation = sqrtf(fmaxf(__fdividef(squares, static_cast<float>(n)) - mean * mean, 0.f));
-    const float density = n * 0.39894228f * __expf(-0.5f * z * z);  // places a deviation
-    return {mean + z * deviation, __fdividef(deviation, density), lowest, highest};
-}
-
-// 0 < count < n. hint: a key that `count` keys reach, likely few more, or 0.
-__device__ __forceinline__ Cut find_cut(const Keys& keys, const Guess& guess, int count, uint32_t hint) {
-    SelectScratch& s = keys.s;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // The cut is in [low, high): at least `count` keys reach low, fewer reach high. Padding counts as long as low is the
-    // lowest key, which only keeps the search going.
-    const int all = 4 * THREADS << keys.shift;
-    uint32_t low = guess.lowest, high = guess.highest + 1u;
-    int from_low = all, from_high = 0;
-    uint32_t pivot = hint == 0u ? score_key(guess.first) : hint;
-#pragma unroll 1
-    for (int step = 0; from_low != count && from_low - from_high > CANDIDATES && high - low > 1; ++step) {
-        if (pivot <= low || pivot >= high || (step > 3 && step % 2 == 1)) pivot = low + (high - low) / 2;
-        const bool bracketed = from_low != all && from_high != 0;
-        const bool draw = step >= 3 || (step == 2 && !bracketed);  // to the nearest keys
-        int reach = 0;
-        uint32_t smallest = ALL_LANES, largest = 0u;  // key from pivot on; key in [low, pivot)
-        keys.visit([&](uint32_t key, int) { reach += key >= pivot; });
-        reach = __reduce_add_sync(ALL_LANES, reach);
-        if (draw) {
-            keys.visit([&](uint32_t key, int) {
-                smallest = min(smallest, key >= pivot ? key : ALL_LANES);
-                largest = max(largest, key >= pivot ? 0u : key);
-            });
-            smallest = __reduce_min_sync(ALL_LANES, smallest);
-            largest = __reduce_max_sync(ALL_LANES, largest);
-        }
-        if (lane == 0) {
-            s.counts[step & 1][warp] = reach;
-            s.smallest[step & 1][warp] = smallest;
-            s.largest[step & 1][warp] = largest;
-        }
-        __syncthreads();
-        reach = __reduce_add_sync(ALL_LANES, lane < WARPS ? s.counts[step & 1][lane] : 0);
-        if (draw) {
-            smallest = __reduce_min_sync(ALL_LANES, lane < WARPS ? s.smallest[step & 1][lane] : ALL_LANES);
-            largest = __reduce_max_sync(ALL_LANES, lane < WARPS ? s.largest[step & 1][lane] : 0u);
-        }
-        if (reach >= count) {
-            low = draw ? smallest : pivot;
-            from_low = reach;
-        } else {
-            high = draw ? largest + 1u : pivot;
-            from_high = reach;
-        }
-        const float off = static_cast<float>(reach - count);
-        if (step > 0 || (from_low != all && from_high != 0)) {  // a little past the place on the other side, so that both bounds close in
-            const float share = __fdividef(static_cast<float>(from_low - count) + (off >= 0.f ? AIM : -AIM),
-                                           static_cast<float>(from_low - from_high));
-            pivot = low + static_cast<uint32_t>(static_cast<float>(high - low) * fminf(fmaxf(share, 0.01f), 0.99f));
-        } else {  // beyond the place, where the other bound is expected
-            pivot = score_key(score_of_key(pivot) + 1.5f * guess.score_a_place * off);
-        }
-    }
-    if (from_low == count) return {low, low, 0};
-    if (high - low <= 1) return {high, low, count - from_high};
-
-#pragma unroll 1
-    for (Marks marks = keys.mark(low, high - 1u); marks != 0u; marks &= marks - 1)
-        s.candidates[atomicAdd(&s.candidates_found, 1)] = keys.at(lowest_mark(marks));
-    __syncthreads();
-    // Each candidate is ranked by THREADS / CANDIDATES neighbouring threads. The places that are left over hold 0: they
-    // are above nothing, and equal to keys of 0 alone, which come last.
-    constexpr int SHARE = THREADS / CANDIDATES;
-    const int found = from_low - from_high, wanted = count - from_high, candidate = threadIdx.x / SHARE;
-    const uint32_t mine = s.candidates[candidate];
-    int ranked = 0;  // above * 2^16 + equal
-#pragma unroll 4
-    for (int i = threadIdx.x % SHARE; i < CANDIDATES; i += SHARE) {
-        const uint32_t other = s.candidates[i];
-        ranked += other > mine ? 1 << 16 : other == mine ? 1 : 0;
-    }
-#pragma unroll
-    for (int step = SHARE / 2; step > 0; step >>= 1) ranked += __shfl_xor_sync(ALL_LANES, ranked, step);
-    const int above = ranked >> 16, equal = ranked & 0xffff;
-    if (candidate < found && above < wanted && wanted <= above + equal) {  // equal candidates write the same
-        s.last_key = mine;
-        s.above = above;
-        s.equal = equal;
-    }
-    __syncthreads();
-    const uint32_t key = s.last_key;
-    return wanted == s.above + s.equal ? Cut{key, key, 0} : Cut{key + 1u, key, wanted - s.above};
-}
 
 // Exclusive sum over the block of one int a thread. totals: [WARPS], not in use.
 __device__ __forceinline__ int sum_before(int value, int* totals) {
@@ -287,14 +161,118 @@ __device__ __forceinline__ int sum_before(int value, int* totals) {
     return __reduce_add_sync(ALL_LANES, lane < warp ? totals[lane] : 0) + inclusive - value;
 }
 
+// The extremes over the block, `mine` being those of what this thread has seen. Ends behind the barrier that makes the
+// keys visible, with the histogram and the candidates empty.
+__device__ __forceinline__ Extremes all_extremes(const Extremes& mine, SelectScratch& s) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint32_t lowest = __reduce_min_sync(ALL_LANES, mine.lowest), highest = __reduce_max_sync(ALL_LANES, mine.highest);
+    if (lane == 0) {
+        s.lowest[warp] = lowest;
+        s.highest[warp] = highest;
+    }
+    for (int i = threadIdx.x; i < BINS / 4; i += THREADS) s.histogram[i] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x < CANDIDATES) s.candidates[threadIdx.x] = 0u;
+    if (threadIdx.x == 0) s.candidates_found = 0;
+    __syncthreads();
+    lowest = __reduce_min_sync(ALL_LANES, lane < WARPS ? s.lowest[lane] : ALL_LANES);
+    highest = __reduce_max_sync(ALL_LANES, lane < WARPS ? s.highest[lane] : 0u);
+    return {lowest, highest};
+}
+
+// The cut that takes `count` of the keys, all of which but padding are in [low, high], or so many of those that are.
+__device__ __forceinline__ Cut find_cut(const Keys& keys, uint32_t low, uint32_t high, int count) {
+    SelectScratch& s = keys.s;
+    constexpr int QUADS = BINS / 4 / THREADS;  // of bins, a thread
+    static_assert(QUADS >= 1, "a quad of bins a thread");
+    uint32_t* histogram = reinterpret_cast<uint32_t*>(s.histogram);
+    const uint32_t top = high > (1u << SPAN_BITS) ? high - ((1u << SPAN_BITS) - 1u) : 0u;
+    uint32_t floor = max(low, top);  // bins of equal width start here; what is lower joins bin 0
+    int wanted = count, inside = CANDIDATES + 1;
+#pragma unroll 1
+    while (low < high && inside > CANDIDATES) {
+        const int shift = max(0, 32 - __clz(high - floor) - BIN_BITS);
+        keys.visit_quads([&](const uint4& four) {
+            const uint32_t key[4] = {four.x, four.y, four.z, four.w};
+            uint32_t bins[4];
+            bool in_range[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                in_range[i] = key[i] >= low && key[i] <= high;
+                bins[i] = max(key[i], floor) - floor >> shift;
+            }
+            count_bins(histogram, bins, in_range, threadIdx.x % 32);
+        });
+        __syncthreads();
+        uint4 own[QUADS];  // descending: thread 0 has the top bins
+        int sum = 0;
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i) {
+            own[i] = s.histogram[BINS / 4 - 1 - (static_cast<int>(threadIdx.x) * QUADS + i)];
+            sum += (own[i].x + own[i].y) + (own[i].z + own[i].w);
+            s.histogram[BINS / 4 - 1 - (static_cast<int>(threadIdx.x) * QUADS + i)] = make_uint4(0, 0, 0, 0);
+        }
+        int above = sum_before(sum, s.totals);
+        if (above < wanted && wanted <= above + sum) {
+            int bin = BINS - 1 - static_cast<int>(threadIdx.x) * QUADS * 4, found = -1, in_found = 0;
+#pragma unroll
+            for (int i = 0; i < QUADS * 4; ++i) {
+                const uint4& four = own[i / 4];
+                const int here = i % 4 == 0 ? four.w : i % 4 == 1 ? four.z : i % 4 == 2 ? four.y : four.x;
+                if (found >= 0) continue;
+                if (above + here >= wanted) found = bin - i, in_found = here;
+                else above += here;
+            }
+            s.bin = found;
+            s.above_bin = above;
+            s.in_bin = in_found;
+        }
+        __syncthreads();
+        const uint32_t from = floor + (static_cast<uint32_t>(s.bin) << shift);
+        high = min(high - from, (1u << shift) - 1u) + from;  // and never wraps
+        if (s.bin > 0) low = from;
+        floor = low;
+        wanted -= s.above_bin;
+        inside = s.in_bin;
+        if (wanted == inside) return {low, low, 0};
+    }
+    if (low == high) return {high + 1u, low, wanted};
+
+#pragma unroll 1
+    for (Marks marks = keys.mark(low, high); marks != 0u; marks &= marks - 1)
+        s.candidates[atomicAdd(&s.candidates_found, 1)] = keys.at(lowest_mark(marks));
+    __syncthreads();
+    // Each candidate is ranked by THREADS / CANDIDATES neighbouring threads. The places that are left over hold 0: they
+    // are above nothing, and equal to keys of 0 alone, which come last.
+    constexpr int SHARE = THREADS / CANDIDATES;
+    const int candidate = threadIdx.x / SHARE;
+    const uint32_t mine = s.candidates[candidate];
+    int ranked = 0;  // above * 2^16 + equal
+#pragma unroll 4
+    for (int i = threadIdx.x % SHARE; i < CANDIDATES; i += SHARE) {
+        const uint32_t other = s.candidates[i];
+        ranked += other > mine ? 1 << 16 : other == mine ? 1 : 0;
+    }
+#pragma unroll
+    for (int step = SHARE / 2; step > 0; step >>= 1) ranked += __shfl_xor_sync(ALL_LANES, ranked, step);
+    const int above = ranked >> 16, equal = ranked & 0xffff;
+    if (candidate < inside && above < wanted && wanted <= above + equal) {  // equal candidates write the same
+        s.last_key = mine;
+        s.above = above;
+        s.equal = equal;
+    }
+    __syncthreads();
+    const uint32_t key = s.last_key;
+    return wanted == s.above + s.equal ? Cut{key, key, 0} : Cut{key + 1u, key, wanted - s.above};
+}
+
 // Calls emit(rank, place) for the selected places, at least those of ranks [from, to); ranks ascend with the places.
-// Called by the whole block. Returns a key that `count` keys reach; hint: as in find_cut.
+// Called by the whole block. Returns a key that `count` keys reach; hint: such a key, or 0. 0 < count < n.
 template <class Emit>
 __device__ __forceinline__ uint32_t select_best(const KeySource& source, int count, uint32_t hint, SelectScratch& s,
                                                 int from, int to, const Emit& emit) {
     const Keys keys(s, source.n);
-    const Moments seen = keys.load(source);
-    const Cut cut = find_cut(keys, guess_from_moments(seen, source.n, count, s), count, hint);
+    const Extremes all = all_extremes(keys.load(source), s);
+    const Cut cut = find_cut(keys, max(all.lowest, hint), all.highest, count);
     Marks chosen = keys.mark(cut.above, ALL_LANES), tied = cut.ties > 0 ? keys.mark(cut.tied, cut.above - 1u) : 0u;
     const int before = sum_before(count_marks(chosen) << 16 | count_marks(tied), s.totals);
     const int tied_before = min(before & 0xffff, cut.ties);

@@ -15,7 +15,7 @@ struct SelectTilesParams {
     const int* page_table;   // [batch, 2, pages_per_seq]
     const int* live;         // [batch]
     const int* past;         // [batch], or null: 0
-    uint32_t* scratch;       // [CTAs, ROW_TILE, chunk + 2 * candidates]: keys; keys and ids of candidates
+    uint32_t* scratch;       // [CTAs, ROW_TILE, chunk + 2 * candidates]: keys; candidates, with their ids
     int* lists;              // [batch, rows, BUDGET_BLOCKS] out, rows of dense rows stay unwritten
     int batch;
     int seq_len;
@@ -63,11 +63,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_select_til
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ RowState states[ROW_TILE];
     __shared__ Work work;
+    __shared__ int waiting[WARPS];
     const auto list_of = [&](int r) {
-        uint32_t* keys = own_scratch(p) + ROW_TILE * p.chunk + r * 2 * p.candidates;
-        return Candidates{keys, reinterpret_cast<int*>(keys + p.candidates)};
+        return reinterpret_cast<Candidate*>(own_scratch(p) + ROW_TILE * p.chunk) + r * p.candidates;
     };
     const auto own_words = [&] { return reinterpret_cast<uint32_t*>(shared + QUERY_BYTES) + thread_now() / 32 * BINS; };
+    const auto own_queue = [&] {
+        return Queue{reinterpret_cast<Queue::Entry*>(own_words()), waiting[thread_now() / 32]};
+    };
+    if (threadIdx.x < WARPS) waiting[threadIdx.x] = 0;
     if (threadIdx.x == 0) work.index = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);
     while (__syncthreads_or(threadIdx.x == 0 && next_tile(p, work))) {
         if (threadIdx.x < ROW_TILE) {
@@ -82,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_select_til
             score_blocks(shared, work.score, p.pool, [&](const Sums& sums, int first, int first_row) {
                 const volatile Work& now = work;  // read again, not kept while products need all registers
                 if (now.score.begin > 0) {
-                    keep_candidates(sums, first, first_row, states, list_of, reinterpret_cast<float2*>(own_words()));
+                    own_queue().add(sums, first, first_row, states, list_of);
                     return;
                 }
                 const int rows = now.rows, thread = thread_now(), g = thread / 4 % 8, t = thread % 4;
@@ -94,6 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_select_til
                     for (int j = 0; j < SUM_KEYS; ++j) to[row_of(i, 0) * p.chunk + 8 * j] = key_of_sum(sums[i][j]);
                 }
             });
+            own_queue().flush(states, list_of);
             __syncthreads();
             const bool first = work.score.begin == 0, last = work.score.end == work.blocks;
             const int warp = thread_now() / 32, lane = thread_now() % 32;
@@ -130,9 +135,6 @@ extern "C" __global__ void __launch_bounds__(ROW_WARPS * 32, 4) qsa_select_rows(
     if (row >= p.rows) return;
     const Scores scores = {p.scores + row * p.stride};
     const int count = p.counts[row];
-    int* list = p.lists + row * BUDGET_BLOCKS;
-    const Threshold threshold =
-        count > BUDGET_BLOCKS ? find_threshold(scores, nullptr, count, 0, histogram[warp], lane) : EVERYTHING;
-    const int taken = append(scores, nullptr, count, threshold, nullptr, list, 0, histogram[warp], lane);
-    for (int i = taken + lane; i < BUDGET_BLOCKS; i += 32) list[i] = -1;
+    const Threshold threshold = count > BUDGET_BLOCKS ? find_threshold(scores, count, 0, histogram[warp], lane) : EVERYTHING;
+    store_in_order(scores, count, threshold, count, histogram[warp], p.lists + row * BUDGET_BLOCKS, lane);
 }

@@ -2,14 +2,14 @@
 //
 // A histogram of BINS equal slices of the top 2^SPAN_BITS keys (the rest joins the lowest slice) finds the slice that
 // holds the last block to take. Where a row ends in its first chunk, the few keys of a narrow slice are ranked by
-// counting; a crowded slice is the range of the next histogram, until it is one key or is taken whole; keys of a crowd
-// of equal ones are told apart by their ids in the same way. So the cut is exact in every distribution, no step can
+// counting; a crowded slice is the range of the next histogram, until it is one key or is taken whole; blocks of a crowd
+// with one key are told apart by their ids in the same way. So the threshold is exact in every distribution, no step can
 // overflow, and cost is much the same for spread and for concentrated scores.
 //   Of a longer row the first chunk gives a bound that BUDGET_BLOCKS keys and few more reach: what reaches it is a
 // candidate. Scores of later chunks are compared with the bound where they are made (keep_candidates), and only
 // candidates leave the registers, in no order. When their list grows long, a histogram of it gives a higher bound and
-// the list is thinned out; only what cannot be selected leaves it. At the end the cut of the list is as exact as that of
-// a row, and a bit for every block brings the selected ids in order.
+// the list is thinned out; only what cannot be selected leaves it. The threshold of the last list is as exact as that of
+// a row. A bit for every block brings the selected ids in order.
 //   A warp a row, not a CTA a row: passes are short, barriers would cost more than they share.
 #pragma once
 
@@ -37,82 +37,75 @@ __device__ __forceinline__ Threshold from_key(uint32_t low) {  // that and all l
     return low > 0 ? Threshold{low - 1u, -1} : EVERYTHING;
 }
 
-// A row's keys, or its scores, which become keys when they are loaded. 16-byte aligned, and may be read up to the next
+struct Candidate {
+    uint32_t key;
+    int id;
+};
+struct Four {
+    uint32_t key[4];
+    int id[4];
+};
+
+// Blocks with their keys: those of a chunk or row, in order, or a list. 16-byte aligned, and may be read up to the next
 // multiple of four.
 struct Keys {
     const uint32_t* keys;
-    __device__ __forceinline__ uint32_t one(int at) const { return keys[at]; }
-    __device__ __forceinline__ uint4 four(int at) const { return *reinterpret_cast<const uint4*>(keys + at); }
+    const Candidate* list;  // not null: in place of the keys
+    __device__ __forceinline__ Four four(int at) const {
+        if (list != nullptr) {
+            const uint4 x = *reinterpret_cast<const uint4*>(list + at), y = *reinterpret_cast<const uint4*>(list + at + 2);
+            return {{x.x, x.z, y.x, y.z},
+                    {static_cast<int>(x.y), static_cast<int>(x.w), static_cast<int>(y.y), static_cast<int>(y.w)}};
+        }
+        const uint4 x = *reinterpret_cast<const uint4*>(keys + at);
+        return {{x.x, x.y, x.z, x.w}, {at, at + 1, at + 2, at + 3}};
+    }
 };
+// The same of a row of scores.
 struct Scores {
     const float* scores;
-    __device__ __forceinline__ uint32_t one(int at) const { return score_key(scores[at]); }
-    __device__ __forceinline__ uint4 four(int at) const {
-        const float4 four = *reinterpret_cast<const float4*>(scores + at);
-        return make_uint4(score_key(four.x), score_key(four.y), score_key(four.z), score_key(four.w));
+    __device__ __forceinline__ Four four(int at) const {
+        const float4 x = *reinterpret_cast<const float4*>(scores + at);
+        return {{score_key(x.x), score_key(x.y), score_key(x.z), score_key(x.w)}, {at, at + 1, at + 2, at + 3}};
     }
 };
 
-// A row or list as keys, or, to tell its blocks with one key apart, as numbers that are larger for lower ids of those
-// blocks and 0 for all others.
-template <class Row>
+// What a histogram is made of: keys, or, to tell blocks with one key apart, numbers that are larger for lower ids of
+// those blocks and 0 for all others.
+template <class Blocks>
 struct View {
-    Row row;
-    const int* ids;  // null where key i has id i
+    Blocks blocks;
     uint32_t tied;
     bool by_id;
-    __device__ __forceinline__ int id(int at) const { return ids == nullptr ? at : ids[at]; }
-    __device__ __forceinline__ uint32_t rank(uint32_t key, int at) const {
-        return key == tied ? ~static_cast<uint32_t>(id(at)) : 0u;
-    }
-    __device__ __forceinline__ uint4 four(int at) const {
-        const uint4 keys = row.four(at);
-        if (!by_id) return keys;
-        return make_uint4(rank(keys.x, at), rank(keys.y, at + 1), rank(keys.z, at + 2), rank(keys.w, at + 3));
+    __device__ __forceinline__ Four four(int at) const {
+        Four x = blocks.four(at);
+        if (by_id)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x.key[i] = x.key[i] == tied ? ~static_cast<uint32_t>(x.id[i]) : 0u;
+        return x;
     }
 };
 
-// Calls f(keys, valid) for every four neighbouring keys of a row; only the first `valid` (which may be none) exist.
+// Calls f(four, valid) for every four neighbouring blocks; only the first `valid` (which may be none) exist. The calls
+// of a WINDOW come after all its loads.
 template <class Row, class F>
 __device__ __forceinline__ void for_quads(const Row& row, int count, int lane, const F& f) {
 #pragma unroll 1
     for (int base = lane * 4; base - lane * 4 < count; base += WINDOW) {
-        uint4 raw[QUADS];
+        Four raw[QUADS];
         if (base - lane * 4 + WINDOW <= count) {
 #pragma unroll
             for (int i = 0; i < QUADS; ++i) raw[i] = row.four(base + i * 128);
 #pragma unroll
-            for (int i = 0; i < QUADS; ++i) {
-                const uint32_t keys[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
-                f(keys, 4);
-            }
+            for (int i = 0; i < QUADS; ++i) f(raw[i], 4);
         } else {
 #pragma unroll 1
             for (int at = base; at - lane * 4 < count; at += 128) {
-                raw[0] = at < count ? row.four(at) : make_uint4(0, 0, 0, 0);
-                const uint32_t keys[4] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w};
-                f(keys, count - at);
+                raw[0] = at < count ? row.four(at) : Four{};
+                f(raw[0], count - at);
             }
         }
     }
-}
-
-// Counts four keys a lane. A warp of one mind adds once: many equal scores cost no more than others.
-__device__ __forceinline__ void count_bins(
-    uint32_t* histogram, const uint32_t (&bins)[4], const bool (&inside)[4], int lane) {
-    const uint32_t first = __shfl_sync(0xffffffffu, bins[0], 0);
-    if (__all_sync(0xffffffffu, inside[0] && bins[0] == first)) {
-        bool same = true;
-#pragma unroll
-        for (int i = 1; i < 4; ++i) same &= inside[i] && bins[i] == first;
-        if (__all_sync(0xffffffffu, same)) {
-            if (lane == 0) atomicAdd(histogram + first, 128u);
-            return;
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        if (inside[i]) atomicAdd(histogram + bins[i], 1u);
 }
 
 // Sum over this lane and those above it.
@@ -156,7 +149,8 @@ __device__ __forceinline__ void narrow(
     Slice& slice, const Row& row, int count, uint32_t floor, int shift, uint32_t* histogram, int lane) {
     for (int i = lane * 4; i < BINS; i += 128) *reinterpret_cast<uint4*>(histogram + i) = make_uint4(0, 0, 0, 0);
     __syncwarp();
-    for_quads(row, count, lane, [&](const uint32_t (&keys)[4], int valid) {
+    for_quads(row, count, lane, [&](const Four& four, int valid) {
+        const uint32_t(&keys)[4] = four.key;
         uint32_t bins[4];
         bool inside[4];
 #pragma unroll
@@ -180,9 +174,9 @@ __device__ __forceinline__ void narrow(
 template <class Row>
 __device__ __forceinline__ Slice first_slice(const Row& row, int count, int wanted, uint32_t* histogram, int lane) {
     uint32_t top = 0;
-    for_quads(row, min(count, WINDOW), lane, [&](const uint32_t (&keys)[4], int valid) {
+    for_quads(row, min(count, WINDOW), lane, [&](const Four& four, int valid) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) top = i < valid ? max(top, keys[i]) : top;
+        for (int i = 0; i < 4; ++i) top = i < valid ? max(top, four.key[i]) : top;
     });
     // seven octaves below the largest of this sample, and one above it
     top = min(__reduce_max_sync(0xffffffffu, top), 0xff000000u) + (1u << 23);
@@ -197,10 +191,11 @@ template <class Row>
 __device__ __forceinline__ void rank_few(Slice& slice, const Row& row, int count, uint32_t* few, int lane) {
     if (lane == 0) few[FEW] = 0;
     __syncwarp();
-    for_quads(row, count, lane, [&](const uint32_t (&keys)[4], int valid) {
+    for_quads(row, count, lane, [&](const Four& four, int valid) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (i < valid && keys[i] - slice.low <= slice.high - slice.low) few[atomicAdd(few + FEW, 1u)] = keys[i];
+            if (i < valid && four.key[i] - slice.low <= slice.high - slice.low)
+                few[atomicAdd(few + FEW, 1u)] = four.key[i];
     });
     __syncwarp();
     const uint32_t mine = lane < slice.inside ? few[lane] : 0u;
@@ -219,10 +214,10 @@ __device__ __forceinline__ void rank_few(Slice& slice, const Row& row, int count
 
 // A threshold that takes at least BUDGET_BLOCKS of `count` > BUDGET_BLOCKS keys: `room` of them at most if the first
 // histogram can tell, else exactly BUDGET_BLOCKS, lowest ids first among equal keys.
-template <class Row>
+template <class Blocks>
 __device__ __forceinline__ Threshold find_threshold(
-    const Row& row, const int* ids, int count, int room, uint32_t* histogram, int lane) {
-    View<Row> view = {row, ids, 0u, false};
+    const Blocks& blocks, int count, int room, uint32_t* histogram, int lane) {
+    View<Blocks> view = {blocks, 0u, false};
     int wanted = BUDGET_BLOCKS;
 #pragma unroll 1
     while (true) {
@@ -257,57 +252,57 @@ __device__ __forceinline__ int lanes_below(int x, int lane, int& all) {
     return sum - x;
 }
 
-// Appends the keys that a threshold takes, and their ids, to a list of `taken`, in their order; returns its length.
-// ids: null where key i has id i. to_keys: may be null, then only ids are stored. The list may be the one that is read:
-// nothing is written ahead of what was read. buffer: 2 * WINDOW words of shared memory of this warp.
-template <class Row>
-__device__ __forceinline__ int append(const Row& row, const int* ids, int count, Threshold threshold, uint32_t* to_keys,
-                                      int* to_ids, int taken, uint32_t* buffer, int lane) {
-    static_assert(2 * WINDOW <= BINS, "the buffer takes the place of a histogram");
-#pragma unroll 1
-    for (int base = 0; base < count; base += WINDOW) {
-        const int at = base + lane * (4 * QUADS), left = count - at;  // neighbours, so that one sum orders them
-        uint4 key[QUADS];
-        int4 id[QUADS];
+// Writes the blocks that a threshold takes to a list, in no order; returns how many. The list may be the one that is
+// read: nothing is written ahead of what was read.
+template <class Blocks>
+__device__ __forceinline__ int gather(const Blocks& blocks, int count, Threshold threshold, Candidate* list, int lane) {
+    int taken = 0;
+    __syncwarp();
+    for_quads(blocks, count, lane, [&](const Four& four, int valid) {
+        __syncwarp();  // all have read
 #pragma unroll
-        for (int i = 0; i < QUADS; ++i) {
-            const int from = at + 4 * i;
-            key[i] = 4 * i < left ? row.four(from) : make_uint4(0, 0, 0, 0);
-            id[i] = make_int4(from, from + 1, from + 2, from + 3);
-            if (ids != nullptr && 4 * i < left) id[i] = *reinterpret_cast<const int4*>(ids + from);
+        for (int i = 0; i < 4; ++i) {
+            const bool take = i < valid && threshold.takes(four.key[i], four.id[i]);
+            const uint32_t takers = __ballot_sync(0xffffffffu, take);
+            if (take) list[taken + __popc(takers & ((1u << lane) - 1u))] = {four.key[i], four.id[i]};
+            taken += __popc(takers);
         }
-        uint32_t take = 0;  // a bit a key
-#pragma unroll
-        for (int i = 0; i < QUADS; ++i) {
-            const uint32_t keys[4] = {key[i].x, key[i].y, key[i].z, key[i].w};
-            const int own[4] = {id[i].x, id[i].y, id[i].z, id[i].w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (4 * i + j < left && threshold.takes(keys[j], own[j])) take |= 1u << (4 * i + j);
-        }
-        int all;
-        int place = lanes_below(__popc(take), lane, all);
-        __syncwarp();  // the buffer is free
-#pragma unroll
-        for (int i = 0; i < QUADS; ++i) {
-            const uint32_t keys[4] = {key[i].x, key[i].y, key[i].z, key[i].w};
-            const int own[4] = {id[i].x, id[i].y, id[i].z, id[i].w};
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                if (!(take >> (4 * i + j) & 1u)) continue;
-                buffer[place] = keys[j];
-                buffer[WINDOW + place++] = own[j];
-            }
-        }
-        __syncwarp();
-        for (int i = lane; i < all; i += 32) {
-            if (to_keys != nullptr) to_keys[taken + i] = buffer[i];
-            to_ids[taken + i] = buffer[WINDOW + i];
-        }
-        taken += all;
-    }
+    });
     __syncwarp();
     return taken;
+}
+
+// Writes the ids of the blocks that a threshold takes in ascending order, and -1 after them. They are below `end`.
+// list: [BUDGET_BLOCKS]. bits: BINS words of shared memory of this warp, one bit a block.
+template <class Blocks>
+__device__ __forceinline__ void store_in_order(const Blocks& blocks, int count, Threshold threshold, int end,
+                                               uint32_t* bits, int* list, int lane) {
+    int taken = 0;
+#pragma unroll 1
+    for (int first = 0; first < end; first += 32 * BINS) {
+        const int words = min(BINS, (end - first + 31) / 32);
+        __syncwarp();
+        for (int i = lane; i < words; i += 32) bits[i] = 0;
+        __syncwarp();
+        for_quads(blocks, count, lane, [&](const Four& four, int valid) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const unsigned bit = four.id[i] - first;
+                if (i < valid && bit < 32 * BINS && threshold.takes(four.key[i], four.id[i]))
+                    atomicOr(bits + bit / 32, 1u << bit % 32);
+            }
+        });
+        __syncwarp();
+#pragma unroll 1
+        for (int i = lane; i - lane < words; i += 32) {
+            uint32_t left = i < words ? bits[i] : 0u;
+            int all, *to = list + taken + lanes_below(__popc(left), lane, all);
+            for (; left != 0; left &= left - 1) *to++ = first + i * 32 + __ffs(left) - 1;
+            taken += all;
+        }
+    }
+    for (int i = taken + lane; i < BUDGET_BLOCKS; i += 32) list[i] = -1;
+    __syncwarp();
 }
 
 // What is known of a row of several chunks, in shared memory.
@@ -323,100 +318,84 @@ struct RowState {
     }
 };
 
-// The candidates of a row, in no order: MAX_CANDIDATES and a chunk more of each.
-struct Candidates {
-    uint32_t* keys;
-    int* ids;
-};
-
-// Writes the ids that a threshold takes from a list in no order in ascending order, and -1 after them. They are below
-// `blocks`. list: [BUDGET_BLOCKS]. bits: BINS words of shared memory of this warp.
-__device__ __forceinline__ void store_in_order(const Candidates& from, int count, int blocks, Threshold threshold,
-                                               uint32_t* bits, int* list, int lane) {
-    // a bit a block; lane l reads words [32 l, 32 l + 32), which lie in different banks
-    const auto word = [&](int i) { return bits + (i & ~31) + ((i ^ i / 32) & 31); };
-    int taken = 0;
-#pragma unroll 1
-    for (int first = 0; first < blocks; first += 32 * BINS) {
-        __syncwarp();
-        for (int i = lane * 4; i < BINS; i += 128) *reinterpret_cast<uint4*>(bits + i) = make_uint4(0, 0, 0, 0);
-        __syncwarp();
-        for (int i = lane; i < count; i += 32) {
-            const int id = from.ids[i], bit = id - first;
-            if (threshold.takes(from.keys[i], id) && bit >= 0 && bit < 32 * BINS)
-                atomicOr(word(bit / 32), 1u << bit % 32);
-        }
-        __syncwarp();
-        int own = 0, all;
-#pragma unroll 8
-        for (int i = 0; i < 32; ++i) own += __popc(*word(lane * 32 + i));
-        int* to = list + taken + lanes_below(own, lane, all);
-#pragma unroll 1
-        for (int i = 0; i < 32; ++i)
-            for (uint32_t left = *word(lane * 32 + i); left != 0; left &= left - 1)
-                *to++ = first + (lane * 32 + i) * 32 + __ffs(left) - 1;
-        taken += all;
-    }
-    for (int i = taken + lane; i < BUDGET_BLOCKS; i += 32) list[i] = -1;
-    __syncwarp();
-}
-
-// What a warp does for a row when a chunk has been scored. chunk: keys of the first one, `size` of them at most;
-// candidates: those so far, if it is not the first. `last`: the row ends, and its list [BUDGET_BLOCKS] is written.
-__device__ __forceinline__ void select_from_chunk(const uint32_t* chunk, int size, bool first, bool last,
-                                                  const Candidates& candidates, RowState& state, uint32_t* histogram,
-                                                  int* list, int lane) {
+// What a warp does for a row when a chunk has been scored. chunk: keys of the first one, `size` of them at most; list:
+// the candidates so far, if it is not the first, with room for MAX_CANDIDATES and a chunk. `last`: the row ends, and its
+// selected ids [BUDGET_BLOCKS] are written.
+__device__ __forceinline__ void select_from_chunk(const uint32_t* chunk, int size, bool first, bool last, Candidate* list,
+                                                  RowState& state, uint32_t* histogram, int* selected, int lane) {
     const int count = first ? min(size, state.blocks) : state.candidates;
     if (!first && !last && count <= MAX_CANDIDATES) return;
-    const Keys keys = {first ? chunk : candidates.keys};
-    const int* ids = first ? nullptr : candidates.ids;
+    const Keys blocks = {chunk, first ? nullptr : list};
     Threshold threshold = EVERYTHING;
-    if (count > BUDGET_BLOCKS) threshold = find_threshold(keys, ids, count, last ? 0 : MAX_CANDIDATES, histogram, lane);
-    if (last && !first) {
-        store_in_order(candidates, count, state.blocks, threshold, histogram, list, lane);
+    if (count > BUDGET_BLOCKS) threshold = find_threshold(blocks, count, last ? 0 : MAX_CANDIDATES, histogram, lane);
+    if (last) {
+        store_in_order(blocks, count, threshold, state.blocks, histogram, selected, lane);
         return;
     }
-    const int taken = append(keys, ids, count, threshold, last ? nullptr : candidates.keys,
-                             last ? list : candidates.ids, 0, histogram, lane);
-    if (last || lane != 0) return;
+    const int taken = gather(blocks, count, threshold, list, lane);
+    if (lane != 0) return;
     state.candidates = taken;
     state.bound(threshold.last == EVERYTHING.last ? 0u : threshold.key + 1u);  // later blocks lose against equal ones
 }
 
-// Called by a warp with head sums as score_blocks gives them: adds candidates to their rows' lists.
-// list_of(row): the row's Candidates. buffer: an entry a sum in shared memory of this warp.
-template <class ListOf>
-__device__ __forceinline__ void keep_candidates(const Sums& sums, int first, int first_row, RowState* states,
-                                                const ListOf& list_of, float2* buffer) {
-    const int lane = thread_now() % 32, g = lane / 4, t = lane % 4;
-    uint32_t reached = 0;  // a bit a sum
-#pragma unroll
-    for (int i = 0; i < SUM_ROWS; ++i) {
-        const float limit = states[first_row + row_of(i, t)].limit;
-#pragma unroll
-        for (int j = 0; j < SUM_KEYS; ++j)
-            if (!(sums[i][j] < limit)) reached |= 1u << (i * SUM_KEYS + j);  // NaN may be wanted
+// Head sums of a warp that may be candidates, until there are enough to be worth it: then each lane judges one.
+struct Queue {
+    struct Entry {
+        float sum;
+        int block;  // id * 32 + row
+    };
+    static constexpr int ROOM = BINS / 2;  // entries in BINS words of shared memory of this warp
+    static_assert(ROOM >= 32 * SUM_ROWS * SUM_KEYS, "the sums of a call");
+    static_assert(ROW_TILE <= 32, "five bits for the row");
+    Entry* entries;
+    int& waiting;  // in shared memory
+
+    // list_of(row): the row's candidates.
+    template <class ListOf>
+    __device__ __forceinline__ void flush(RowState* states, const ListOf& list_of) const {
+        const int lane = thread_now() % 32;
+        __syncwarp();
+        const int count = waiting;
+#pragma unroll 2
+        for (int i = lane; i < count; i += 32) {
+            const Entry entry = entries[i];
+            const uint32_t key = key_of_sum(entry.sum);
+            const int id = entry.block / 32, r = entry.block % 32;
+            RowState& state = states[r];
+            if (key >= state.low && id < state.blocks) list_of(r)[atomicAdd(&state.candidates, 1)] = {key, id};
+        }
+        __syncwarp();
+        if (lane == 0) waiting = 0;
+        __syncwarp();
     }
-    if (!__any_sync(0xffffffffu, reached != 0)) return;
-    int all, place = lanes_below(__popc(reached), lane, all);
-    __syncwarp();
+
+    // Sums as score_blocks gives them.
+    template <class ListOf>
+    __device__ __forceinline__ void add(const Sums& sums, int first, int first_row, RowState* states,
+                                        const ListOf& list_of) const {
+        const int lane = thread_now() % 32, g = lane / 4, t = lane % 4;
+        uint32_t reached = 0;  // a bit a sum
 #pragma unroll
-    for (int i = 0; i < SUM_ROWS; ++i)
+        for (int i = 0; i < SUM_ROWS; ++i) {
+            const float limit = states[first_row + row_of(i, t)].limit;
 #pragma unroll
-        for (int j = 0; j < SUM_KEYS; ++j)
-            if (reached >> (i * SUM_KEYS + j) & 1u)
-                buffer[place++] = make_float2(sums[i][j], __int_as_float(first + g + 8 * j << 5 | row_of(i, t)));
-    __syncwarp();
-    for (int i = lane; i < all; i += 32) {
-        const float2 one = buffer[i];
-        const uint32_t key = key_of_sum(one.x);
-        const int id = __float_as_int(one.y) >> 5, r = first_row + (__float_as_int(one.y) & 31);
-        RowState& state = states[r];
-        if (key < state.low || id >= state.blocks) continue;
-        const int at = atomicAdd(&state.candidates, 1);
-        const Candidates list = list_of(r);
-        list.keys[at] = key;
-        list.ids[at] = id;
+            for (int j = 0; j < SUM_KEYS; ++j)
+                if (!(sums[i][j] < limit)) reached |= 1u << (i * SUM_KEYS + j);  // NaN may be wanted
+        }
+        if (!__any_sync(0xffffffffu, reached != 0)) return;
+        int all;
+        const int before = lanes_below(__popc(reached), lane, all);
+        if (waiting + all > ROOM) flush(states, list_of);
+        const int count = waiting;
+        Entry* to = entries + count + before;
+        const int block = (first + g) * 32 + first_row + 2 * t;
+#pragma unroll
+        for (int i = 0; i < SUM_ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < SUM_KEYS; ++j)
+                if (reached >> (i * SUM_KEYS + j) & 1u) *to++ = {sums[i][j], block + 8 * 32 * j + row_of(i, 0)};
+        __syncwarp();
+        if (lane == 0) waiting = count + all;
+        __syncwarp();
     }
-    __syncwarp();
-}
+};
