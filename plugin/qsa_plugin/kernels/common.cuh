@@ -106,14 +106,26 @@ __device__ __forceinline__ void count_bins(uint32_t* histogram, const uint32_t (
 // ------------------------------------------------------------------------------------------------ rows in a warp
 // A warp holds a row of DIM elements: lane l has elements [l*E, (l+1)*E), E = DIM/32, one vector access a lane.
 template <int E>
-__device__ __forceinline__ void load_row(const surf_t* row, int lane, float (&x)[E]) {
-    alignas(16) surf_t raw[E];
-    if constexpr (E == 8) *reinterpret_cast<uint4*>(raw) = *reinterpret_cast<const uint4*>(row + lane * E);
-    else if constexpr (E == 4) *reinterpret_cast<uint2*>(raw) = *reinterpret_cast<const uint2*>(row + lane * E);
-    else if constexpr (E == 2) *reinterpret_cast<uint32_t*>(raw) = *reinterpret_cast<const uint32_t*>(row + lane * E);
-    else raw[0] = row[lane];
+struct RawRow {
+    alignas(16) surf_t x[E];
+};
+template <int E>
+__device__ __forceinline__ void load_row(const surf_t* row, int lane, RawRow<E>& raw) {
+    if constexpr (E == 8) *reinterpret_cast<uint4*>(raw.x) = *reinterpret_cast<const uint4*>(row + lane * E);
+    else if constexpr (E == 4) *reinterpret_cast<uint2*>(raw.x) = *reinterpret_cast<const uint2*>(row + lane * E);
+    else if constexpr (E == 2) *reinterpret_cast<uint32_t*>(raw.x) = *reinterpret_cast<const uint32_t*>(row + lane * E);
+    else raw.x[0] = row[lane];
+}
+template <int E>
+__device__ __forceinline__ void to_floats(const RawRow<E>& raw, float (&x)[E]) {
 #pragma unroll
-    for (int e = 0; e < E; ++e) x[e] = to_float(raw[e]);
+    for (int e = 0; e < E; ++e) x[e] = to_float(raw.x[e]);
+}
+template <int E>
+__device__ __forceinline__ void load_row(const surf_t* row, int lane, float (&x)[E]) {
+    RawRow<E> raw;
+    load_row(row, lane, raw);
+    to_floats(raw, x);
 }
 
 // stores h() of each element

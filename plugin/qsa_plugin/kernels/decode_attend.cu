@@ -73,26 +73,36 @@ __device__ __forceinline__ int swizzled(int token, int chunk) {
     return (token * CHUNKS + (chunk ^ key)) * 8;
 }
 
-// The query heads of this KV head, normed and roped, into shared memory; zeros in the rows past GROUP. x: this warp's
-// first head, raw.
-__device__ __forceinline__ void prepare_queries(float (&x)[D / 32], const surf_t* heads, const DecodeParams& p,
+// What of the queries does not depend on the row's length: this warp's next two heads, raw, and the norm's weights.
+struct QueryInputs {
+    RawRow<D / 32> head[2], gamma;
+};
+__device__ __forceinline__ void load_queries(QueryInputs& inputs, const surf_t* heads, const surf_t* q_gamma, int warp,
+                                             int lane) {
+    load_row(heads + (warp < GROUP ? warp : 0) * D, lane, inputs.head[0]);
+    load_row(heads + (warp + WARPS < GROUP ? warp + WARPS : 0) * D, lane, inputs.head[1]);
+    load_row(q_gamma, lane, inputs.gamma);
+}
+
+// The query heads of this KV head, normed and roped, into shared memory; zeros in the rows past GROUP.
+__device__ __forceinline__ void prepare_queries(QueryInputs& inputs, const surf_t* heads, const DecodeParams& p,
                                                 Shared& shared, int position, int warp, int lane) {
     constexpr int E = D / 32;
     static_assert(sizeof(Stage) >= WARPS * ROTARY * sizeof(float), "a stage serves as the buffer of RoPE");
     float* buffer = reinterpret_cast<float*>(shared.stages + STAGES - 1) + warp * ROTARY;
     float gamma[E];
     Rope<E> rope;
-    load_row(p.q_gamma, lane, gamma);
     load_rope(rope, p.cos_sin + static_cast<int64_t>(position) * ROTARY, lane);
+    to_floats(inputs.gamma, gamma);
 #pragma unroll 1
     for (int r = warp; r < ROWS; r += WARPS) {
+        float x[E] = {};
         if (r < GROUP) {
-            if (r != warp) load_row(heads + r * D, lane, x);
+            to_floats(inputs.head[0], x);
+            inputs.head[0] = inputs.head[1];
+            if (r + 2 * WARPS < GROUP) load_row(heads + (r + 2 * WARPS) * D, lane, inputs.head[1]);
             warp_norm_main(x, gamma, p.eps);
             warp_rope(x, rope, buffer, lane);
-        } else {
-#pragma unroll
-            for (int e = 0; e < E; ++e) x[e] = 0.f;
         }
         store_row(shared.reused.q + swizzled(r, lane * E / 8) + lane * E % 8 - lane * E, lane, x);
     }
@@ -226,8 +236,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __g
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int split = blockIdx.x % p.splits, head = blockIdx.x / p.splits % HKV, row = blockIdx.x / p.splits / HKV;
     const surf_t* heads = p.qkv + static_cast<int64_t>(row) * QKV_WIDTH + head * GROUP * D;
-    float x[D / 32];
-    load_row(heads + (warp < GROUP ? warp : 0) * D, lane, x);  // on its way beside the length
+    QueryInputs inputs;
+    load_queries(inputs, heads, p.q_gamma, warp, lane);  // on their way beside the length
     const int length = length_in_reach(p, row);
     const int tokens = listed_tokens(length), tiles = (tokens + TILE - 1) / TILE, active = min(p.splits, tiles);
     const int begin = split < active ? tiles * split / active : 0;  // never empty for an active split
@@ -237,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __g
 
     // What depends on inputs and earlier steps alone comes before the wait for kernel 1: the queries, and the first tiles
     // where nothing is selected and they do not hold the new token.
-    if (length > 0) prepare_queries(x, heads, p, shared, length - 1, warp, lane);
+    if (length > 0) prepare_queries(inputs, heads, p, shared, length - 1, warp, lane);
     __syncthreads();
     const bool early = !selecting && min(begin + STAGES - 1, end) < tiles;
     if (selecting)  // the row's page table through L1, so that later look-ups are short
@@ -250,47 +260,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __g
         if (selecting && split < active) list_blocks(p, shared, row, length, first, own);
     }
     const int* list = selecting ? shared.list : nullptr;
-    Lookup next;
-    if (begin < end) look_up(next, p, row, list, first, begin, tokens);
-#pragma unroll 1
-    for (int s = 0; s < STAGES - 1; ++s) {
-        if (begin + s < end) load_tile(shared.stages[s], next, p.pool, head);
-        cp_async_commit();
-        if (begin + s + 1 < end) look_up(next, p, row, list, first, begin + s + 1, tokens);
-    }
-    if (early) grid_dependency_wait();
-    grid_dependency_launch();
-    if (__ldcg(p.live + row) == 0) {  // the same in all blocks of the row
-        cp_async_wait<0>();
-        if (split == 0) store_zeros(p, row, head);
-        return;
-    }
-#if !ATTEND_CLUSTER
-    if (split >= active) return;
-#endif
     uint32_t q_fragment[STEPS][4];
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step)
-        ldmatrix_x4(q_fragment[step], shared.reused.q + swizzled(lane % 16, 2 * step + lane / 16));
-#if ATTEND_CLUSTER
-    cluster_arrive();  // q is in registers: its memory may receive
-#endif
-
-    if (head == 0)  // for whoever wants to see what was selected
-        for (int i = threadIdx.x; i < own; i += THREADS)
-            p.blocks[static_cast<int64_t>(row) * (BUDGET_BLOCKS + 1) + first + i] = selecting ? list[i] : first + i;
-
     float acc[COLUMN_TILES][4] = {};
     Softmax state = {{minus_infinity(), minus_infinity()}, {0.f, 0.f}};
     const float scale = p.scale * LOG2_E;  // softmax in base 2
+    Lookup next;
+    if (begin < end) look_up(next, p, row, list, first, begin, tokens);
+    // Loads run ahead by all stages but one. Their code stands here once, since cold code is slow.
     int slot = 0;
-    for (int tile = begin; tile < end; ++tile) {
-        cp_async_wait<STAGES - 2>();
-        __syncthreads();  // the tile is here for everybody; the slot that is filled next is free
+#pragma unroll 1
+    for (int tile = begin - (STAGES - 1); tile < end; ++tile) {
+        if (tile >= begin) {
+            cp_async_wait<STAGES - 2>();
+            __syncthreads();  // the tile is here for everybody; the slot that is filled next is free
+        }
         const int coming = tile + STAGES - 1;
         if (coming < end) load_tile(shared.stages[(slot + STAGES - 1) % STAGES], next, p.pool, head);
         cp_async_commit();
         if (coming + 1 < end) look_up(next, p, row, list, first, coming + 1, tokens);
+        if (tile < begin) {
+            slot = (slot + 1) % STAGES;
+            if (tile + 1 < begin) continue;
+            if (early) grid_dependency_wait();
+            grid_dependency_launch();
+            if (__ldcg(p.live + row) == 0) {  // the same in all blocks of the row
+                cp_async_wait<0>();
+                if (split == 0) store_zeros(p, row, head);
+                return;
+            }
+#if !ATTEND_CLUSTER
+            if (split >= active) return;
+#endif
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step)
+                ldmatrix_x4(q_fragment[step], shared.reused.q + swizzled(lane % 16, 2 * step + lane / 16));
+#if ATTEND_CLUSTER
+            cluster_arrive();  // q is in registers: its memory may receive
+#endif
+            if (head == 0)  // for whoever wants to see what was selected
+                for (int i = threadIdx.x; i < own; i += THREADS)
+                    p.blocks[static_cast<int64_t>(row) * (BUDGET_BLOCKS + 1) + first + i] = selecting ? list[i] : first + i;
+            continue;
+        }
 
         float s[4], factor[2];
         score_tile(s, q_fragment, shared.stages[slot].k, warp, lane);
@@ -303,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __g
 #pragma unroll
             for (int i = 0; i < 4; ++i) acc[column][i] *= factor[i / 2];
         value_tile(acc, shared, shared.stages[slot].v, warp, lane);
-        slot = slot + 1 == STAGES ? 0 : slot + 1;
+        slot = (slot + 1) % STAGES;
     }
 
     sum_rows(state, shared, warp, g, t);

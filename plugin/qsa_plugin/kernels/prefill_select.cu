@@ -135,6 +135,9 @@ extern "C" __global__ void __launch_bounds__(ROW_WARPS * 32, 4) qsa_select_rows(
     if (row >= p.rows) return;
     const Scores scores = {p.scores + row * p.stride};
     const int count = p.counts[row];
-    const Threshold threshold = count > BUDGET_BLOCKS ? find_threshold(scores, count, 0, histogram[warp], lane) : EVERYTHING;
-    store_in_order(scores, count, threshold, count, histogram[warp], p.lists + row * BUDGET_BLOCKS, lane);
+    int* ids = p.lists + row * BUDGET_BLOCKS;
+    const Threshold threshold =
+        count > BUDGET_BLOCKS ? find_threshold(scores, count, 0u, 0, histogram[warp], lane) : EVERYTHING;
+    const int taken = gather(scores, count, threshold, lane, [&](int place, uint32_t, int id) { ids[place] = id; });
+    for (int i = taken + lane; i < BUDGET_BLOCKS; i += 32) ids[i] = -1;
 }

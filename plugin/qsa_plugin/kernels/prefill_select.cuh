@@ -18,8 +18,9 @@
 constexpr int BINS = 1024;
 constexpr int BIN_BITS = 10;
 constexpr int SPAN_BITS = 26;  // keys that the first histogram spreads out: eight octaves of scores
-constexpr int QUADS = 4;       // vector loads in flight a lane
-constexpr int WINDOW = 128 * QUADS;  // keys a warp
+constexpr int QUADS = 4;       // of blocks whose keys are on their way to a lane
+constexpr int WINDOW = 128 * QUADS;  // blocks a warp
+constexpr int SAMPLE = 512;    // blocks
 constexpr int FEW = 32;        // keys that are ranked by counting, one a lane
 // Longest list of candidates that is kept as it is; a longer one is thinned out. It is longer by a chunk at most.
 constexpr int MAX_CANDIDATES = 2 * BUDGET_BLOCKS > 1024 ? 2 * BUDGET_BLOCKS : 1024;
@@ -47,25 +48,31 @@ struct Four {
 };
 
 // Blocks with their keys: those of a chunk or row, in order, or a list. 16-byte aligned, and may be read up to the next
-// multiple of four.
+// multiple of four. load gives what four makes four blocks of.
 struct Keys {
+    struct Raw {
+        uint4 first, second;
+    };
     const uint32_t* keys;
     const Candidate* list;  // not null: in place of the keys
-    __device__ __forceinline__ Four four(int at) const {
-        if (list != nullptr) {
-            const uint4 x = *reinterpret_cast<const uint4*>(list + at), y = *reinterpret_cast<const uint4*>(list + at + 2);
-            return {{x.x, x.z, y.x, y.z},
-                    {static_cast<int>(x.y), static_cast<int>(x.w), static_cast<int>(y.y), static_cast<int>(y.w)}};
-        }
-        const uint4 x = *reinterpret_cast<const uint4*>(keys + at);
-        return {{x.x, x.y, x.z, x.w}, {at, at + 1, at + 2, at + 3}};
+    __device__ __forceinline__ Raw load(int at) const {
+        const uint4* from = list == nullptr ? reinterpret_cast<const uint4*>(keys + at)
+                                            : reinterpret_cast<const uint4*>(list + at);
+        return {from[0], list == nullptr ? uint4{} : from[1]};
+    }
+    __device__ __forceinline__ Four four(const Raw& raw, int at) const {
+        const uint4 &x = raw.first, &y = raw.second;
+        if (list == nullptr) return {{x.x, x.y, x.z, x.w}, {at, at + 1, at + 2, at + 3}};
+        return {{x.x, x.z, y.x, y.z},
+                {static_cast<int>(x.y), static_cast<int>(x.w), static_cast<int>(y.y), static_cast<int>(y.w)}};
     }
 };
 // The same of a row of scores.
 struct Scores {
+    typedef float4 Raw;
     const float* scores;
-    __device__ __forceinline__ Four four(int at) const {
-        const float4 x = *reinterpret_cast<const float4*>(scores + at);
+    __device__ __forceinline__ Raw load(int at) const { return *reinterpret_cast<const float4*>(scores + at); }
+    __device__ __forceinline__ Four four(const Raw& x, int at) const {
         return {{score_key(x.x), score_key(x.y), score_key(x.z), score_key(x.w)}, {at, at + 1, at + 2, at + 3}};
     }
 };
@@ -74,11 +81,13 @@ struct Scores {
 // those blocks and 0 for all others.
 template <class Blocks>
 struct View {
+    typedef typename Blocks::Raw Raw;
     Blocks blocks;
     uint32_t tied;
     bool by_id;
-    __device__ __forceinline__ Four four(int at) const {
-        Four x = blocks.four(at);
+    __device__ __forceinline__ Raw load(int at) const { return blocks.load(at); }
+    __device__ __forceinline__ Four four(const Raw& raw, int at) const {
+        Four x = blocks.four(raw, at);
         if (by_id)
 #pragma unroll
             for (int i = 0; i < 4; ++i) x.key[i] = x.key[i] == tied ? ~static_cast<uint32_t>(x.id[i]) : 0u;
@@ -88,22 +97,21 @@ struct View {
 
 // Calls f(four, valid) for every four neighbouring blocks; only the first `valid` (which may be none) exist. The calls
 // of a WINDOW come after all its loads.
-template <class Row, class F>
-__device__ __forceinline__ void for_quads(const Row& row, int count, int lane, const F& f) {
+template <class Blocks, class F>
+__device__ __forceinline__ void for_quads(const Blocks& blocks, int count, int lane, const F& f) {
 #pragma unroll 1
-    for (int base = lane * 4; base - lane * 4 < count; base += WINDOW) {
-        Four raw[QUADS];
-        if (base - lane * 4 + WINDOW <= count) {
+    for (int base = 0; base < count; base += WINDOW) {
+        typename Blocks::Raw raw[QUADS];
 #pragma unroll
-            for (int i = 0; i < QUADS; ++i) raw[i] = row.four(base + i * 128);
+        for (int i = 0; i < QUADS; ++i) {
+            const int at = base + i * 128 + lane * 4;
+            raw[i] = at < count ? blocks.load(at) : typename Blocks::Raw{};
+        }
 #pragma unroll
-            for (int i = 0; i < QUADS; ++i) f(raw[i], 4);
-        } else {
-#pragma unroll 1
-            for (int at = base; at - lane * 4 < count; at += 128) {
-                raw[0] = at < count ? row.four(at) : Four{};
-                f(raw[0], count - at);
-            }
+        for (int i = 0; i < QUADS; ++i) {
+            const int at = base + i * 128 + lane * 4;
+            if (base + i * 128 >= count) break;
+            f(blocks.four(raw[i], at), count - at);
         }
     }
 }
@@ -170,19 +178,26 @@ __device__ __forceinline__ void narrow(
     if (bin > 0) slice.low = first;
 }
 
-// The slice of `count` keys that holds the last of the `wanted` largest, wanted < count.
+// The slice of `count` keys that holds the last of the `wanted` largest, wanted < count. low: no key is much below it,
+// or 0.
 template <class Row>
-__device__ __forceinline__ Slice first_slice(const Row& row, int count, int wanted, uint32_t* histogram, int lane) {
-    uint32_t top = 0;
-    for_quads(row, min(count, WINDOW), lane, [&](const Four& four, int valid) {
+__device__ __forceinline__ Slice first_slice(
+    const Row& row, int count, int wanted, uint32_t low, uint32_t* histogram, int lane) {
+    uint32_t top = low;
+    for_quads(row, min(count, SAMPLE), lane, [&](const Four& four, int valid) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) top = i < valid ? max(top, four.key[i]) : top;
     });
-    // seven octaves below the largest of this sample, and one above it
-    top = min(__reduce_max_sync(0xffffffffu, top), 0xff000000u) + (1u << 23);
+    top = __reduce_max_sync(0xffffffffu, top);
+    const uint32_t span = top - low;
+    int shift = max(0, 32 - __clz(span + span / 4) - BIN_BITS);  // and a quarter above the largest of this sample
+    if (low == 0) {  // seven octaves below it, and one above
+        top = min(top, 0xff000000u) + (1u << 23);
+        low = max(top, 1u << SPAN_BITS) - ((1u << SPAN_BITS) - 1u);
+        shift = SPAN_BITS - BIN_BITS;
+    }
     Slice slice = {0u, 0xffffffffu, wanted, count};
-    narrow<true>(slice, row, count, max(top, 1u << SPAN_BITS) - ((1u << SPAN_BITS) - 1u), SPAN_BITS - BIN_BITS,
-                 histogram, lane);
+    narrow<true>(slice, row, count, low, shift, histogram, lane);
     return slice;
 }
 
@@ -213,15 +228,15 @@ __device__ __forceinline__ void rank_few(Slice& slice, const Row& row, int count
 }
 
 // A threshold that takes at least BUDGET_BLOCKS of `count` > BUDGET_BLOCKS keys: `room` of them at most if the first
-// histogram can tell, else exactly BUDGET_BLOCKS, lowest ids first among equal keys.
+// histogram can tell, else exactly BUDGET_BLOCKS, lowest ids first among equal keys. low: as for first_slice.
 template <class Blocks>
 __device__ __forceinline__ Threshold find_threshold(
-    const Blocks& blocks, int count, int room, uint32_t* histogram, int lane) {
+    const Blocks& blocks, int count, uint32_t low, int room, uint32_t* histogram, int lane) {
     View<Blocks> view = {blocks, 0u, false};
     int wanted = BUDGET_BLOCKS;
 #pragma unroll 1
     while (true) {
-        Slice slice = first_slice(view, count, wanted, histogram, lane);
+        Slice slice = first_slice(view, count, wanted, low, histogram, lane);
         if (!view.by_id && wanted - slice.wanted + slice.inside <= room) return from_key(slice.low);
 #pragma unroll 1
         while (slice.wanted < slice.inside && slice.low < slice.high) {
@@ -237,6 +252,7 @@ __device__ __forceinline__ Threshold find_threshold(
         view.tied = slice.low;  // so many of one key, then
         view.by_id = true;
         wanted = slice.wanted;
+        low = 0;
     }
 }
 
@@ -252,31 +268,37 @@ __device__ __forceinline__ int lanes_below(int x, int lane, int& all) {
     return sum - x;
 }
 
-// Writes the blocks that a threshold takes to a list, in no order; returns how many. The list may be the one that is
-// read: nothing is written ahead of what was read.
-template <class Blocks>
-__device__ __forceinline__ int gather(const Blocks& blocks, int count, Threshold threshold, Candidate* list, int lane) {
+// Calls store(place, key, id) for the blocks that a threshold takes, with places in their order; returns how many. The
+// places may be those that are read: nothing is stored ahead of what was read.
+template <class Blocks, class Store>
+__device__ __forceinline__ int gather(
+    const Blocks& blocks, int count, Threshold threshold, int lane, const Store& store) {
+    const uint32_t below = (1u << lane) - 1u;
     int taken = 0;
     __syncwarp();
     for_quads(blocks, count, lane, [&](const Four& four, int valid) {
+        bool take[4];
+        int place = taken;
         __syncwarp();  // all have read
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const bool take = i < valid && threshold.takes(four.key[i], four.id[i]);
-            const uint32_t takers = __ballot_sync(0xffffffffu, take);
-            if (take) list[taken + __popc(takers & ((1u << lane) - 1u))] = {four.key[i], four.id[i]};
+            take[i] = i < valid && threshold.takes(four.key[i], four.id[i]);
+            const uint32_t takers = __ballot_sync(0xffffffffu, take[i]);
+            place += __popc(takers & below);
             taken += __popc(takers);
         }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (take[i]) store(place++, four.key[i], four.id[i]);
     });
     __syncwarp();
     return taken;
 }
 
-// Writes the ids of the blocks that a threshold takes in ascending order, and -1 after them. They are below `end`.
-// list: [BUDGET_BLOCKS]. bits: BINS words of shared memory of this warp, one bit a block.
-template <class Blocks>
-__device__ __forceinline__ void store_in_order(const Blocks& blocks, int count, Threshold threshold, int end,
-                                               uint32_t* bits, int* list, int lane) {
+// Writes the ids of the blocks that a threshold takes in ascending order, whatever the order of the blocks; they are
+// below `end`. ids: [BUDGET_BLOCKS]. bits: BINS words of shared memory of this warp, one bit a block.
+__device__ __forceinline__ void store_in_order(const Keys& blocks, int count, Threshold threshold, int end, uint32_t* bits,
+                                               int* ids, int lane) {
     int taken = 0;
 #pragma unroll 1
     for (int first = 0; first < end; first += 32 * BINS) {
@@ -296,12 +318,11 @@ __device__ __forceinline__ void store_in_order(const Blocks& blocks, int count, 
 #pragma unroll 1
         for (int i = lane; i - lane < words; i += 32) {
             uint32_t left = i < words ? bits[i] : 0u;
-            int all, *to = list + taken + lanes_below(__popc(left), lane, all);
+            int all, *to = ids + taken + lanes_below(__popc(left), lane, all);
             for (; left != 0; left &= left - 1) *to++ = first + i * 32 + __ffs(left) - 1;
             taken += all;
         }
     }
-    for (int i = taken + lane; i < BUDGET_BLOCKS; i += 32) list[i] = -1;
     __syncwarp();
 }
 
@@ -327,13 +348,17 @@ __device__ __forceinline__ void select_from_chunk(const uint32_t* chunk, int siz
     if (!first && !last && count <= MAX_CANDIDATES) return;
     const Keys blocks = {chunk, first ? nullptr : list};
     Threshold threshold = EVERYTHING;
-    if (count > BUDGET_BLOCKS) threshold = find_threshold(blocks, count, last ? 0 : MAX_CANDIDATES, histogram, lane);
-    if (last) {
+    if (count > BUDGET_BLOCKS)
+        threshold = find_threshold(blocks, count, first ? 0u : state.low, last ? 0 : MAX_CANDIDATES, histogram, lane);
+    if (last && !first) {
         store_in_order(blocks, count, threshold, state.blocks, histogram, selected, lane);
         return;
     }
-    const int taken = gather(blocks, count, threshold, list, lane);
-    if (lane != 0) return;
+    const int taken = gather(blocks, count, threshold, lane, [&](int place, uint32_t key, int id) {
+        if (last) selected[place] = id;
+        else list[place] = {key, id};
+    });
+    if (last || lane != 0) return;
     state.candidates = taken;
     state.bound(threshold.last == EVERYTHING.last ? 0u : threshold.key + 1u);  // later blocks lose against equal ones
 }
