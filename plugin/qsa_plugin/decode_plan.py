@@ -24,6 +24,7 @@ EARLY_BLOCKS = 1 << 17
 #: Tiles a block at least. Fewer blocks leave processors to decode_attend, which starts beside them.
 SCORE_TILES_A_BLOCK = 4
 MAX_SPLITS = 16  # MAX_SPLITS of decode_attend.cu
+_HISTOGRAM_BYTES = 8192  # of Histogram in decode_select.cuh
 #: Costs of decode_attend in tiles: what a block does besides its tiles, and the two kinds of merge.
 _BLOCK_COST, _CLUSTER_MERGE_COST, _WORKSPACE_MERGE_COST, _WORKSPACE_SPLIT_COST = 2.0, 1.0, 2.5, 0.15
 
@@ -93,12 +94,12 @@ class AttendShape:
         ring = 2 * self.stages * self.tile * spec.head_size * 2
         budget = spec.geometry.budget_blocks
         quads = 8 if 32 * self.threads >= 2 * budget else 16
-        select = 16 * quads * (self.threads + 1) + 4 * 2048 + 8 * budget + 12 * self.warps + 300
+        select = 16 * quads * (self.threads + 1) + 8 * budget + 12 * self.warps + 300
         query = PARTIAL_ROWS * spec.head_size * 2
         received = MAX_SPLITS * PARTIAL_ROWS * 8 + max(spec.head_size // 8, MAX_SPLITS) * spec.geometry.group_size * 32
         prob = PARTIAL_ROWS * (self.tile + 8) * 2
         stats = (2 * self.warps + MAX_SPLITS) * PARTIAL_ROWS * 4
-        return max(ring, select) + max(query, received if clustered else 0) + prob + stats + 4 * (budget + 1) + 16
+        return max(ring, select) + max(query, received if clustered else 0) + prob + stats + max(4 * (budget + 1), _HISTOGRAM_BYTES) + 32
 
     def tuning(self, spec: Specialisation, clustered: bool) -> dict[str, int]:
         """The defines of the kernel file."""

@@ -76,7 +76,7 @@ def _hopper_tile(spec: Specialisation, dense: bool, rows_a_group: int) -> AttnTi
         kernel="prefill_attn_hopper",
         rows=2 * rows_a_group,
         threads=384,
-        shared_bytes=(2 * 64 + 4 * _TOKENS) * spec.head_size * 2 + 8 * 12,
+        shared_bytes=(2 * 64 + 4 * _TOKENS) * spec.head_size * 2 + 8 * 8,
         defines=defines,
     )
 

@@ -62,8 +62,11 @@ struct Shared {
     float maximum[WARPS][ROWS];   // of the warps' tokens
     float sum[WARPS][ROWS];
     float weights[MAX_SPLITS][ROWS];  // of the splits in the merge, divided by the sum of all
-    int list[BUDGET_BLOCKS + 1];  // ids of this thread block's listed blocks, where they were selected
     int last;
+    union {
+        Histogram histogram;          // of selection
+        int list[BUDGET_BLOCKS + 1];  // ids of this thread block's listed blocks, where they were selected
+    };
 };
 static_assert(sizeof(Shared) <= ATTEND_SHARED, "the launch reserves too little shared memory");
 
@@ -223,10 +226,10 @@ __device__ __forceinline__ void list_blocks(const DecodeParams& p, Shared& share
     const auto put = [&](int rank, int id) {
         if (static_cast<unsigned>(rank - first) < static_cast<unsigned>(own)) shared.list[rank - first] = id;
     };
-    if (threadIdx.x == 0 && length % R != 0) put(BUDGET_BLOCKS, n);
     select_blocks(p.scores + static_cast<int64_t>(row) * p.score_stride,
-                  p.maxima + static_cast<int64_t>(row) * maxima_stride(p), n, BUDGET_BLOCKS, shared.select, first,
-                  first + own, put);
+                  p.maxima + static_cast<int64_t>(row) * maxima_stride(p), n, BUDGET_BLOCKS, shared.select,
+                  shared.histogram, first, first + own, put);
+    if (threadIdx.x == 0 && length % R != 0) put(BUDGET_BLOCKS, n);  // not before: the list is where the histogram was
     __syncthreads();
 }
 
@@ -260,48 +263,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __g
         if (selecting && split < active) list_blocks(p, shared, row, length, first, own);
     }
     const int* list = selecting ? shared.list : nullptr;
+    Lookup next;
+    if (begin < end) look_up(next, p, row, list, first, begin, tokens);
+#pragma unroll 1
+    for (int s = 0; s < STAGES - 1; ++s) {
+        if (begin + s < end) load_tile(shared.stages[s], next, p.pool, head);
+        cp_async_commit();
+        if (begin + s + 1 < end) look_up(next, p, row, list, first, begin + s + 1, tokens);
+    }
+    if (early) grid_dependency_wait();
+    grid_dependency_launch();
+    if (__ldcg(p.live + row) == 0) {  // the same in all blocks of the row
+        cp_async_wait<0>();
+        if (split == 0) store_zeros(p, row, head);
+        return;
+    }
+#if !ATTEND_CLUSTER
+    if (split >= active) return;
+#endif
     uint32_t q_fragment[STEPS][4];
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+        ldmatrix_x4(q_fragment[step], shared.reused.q + swizzled(lane % 16, 2 * step + lane / 16));
+#if ATTEND_CLUSTER
+    cluster_arrive();  // q is in registers: its memory may receive
+#endif
+
+    if (head == 0)  // for whoever wants to see what was selected
+        for (int i = threadIdx.x; i < own; i += THREADS)
+            p.blocks[static_cast<int64_t>(row) * (BUDGET_BLOCKS + 1) + first + i] = selecting ? list[i] : first + i;
+
     float acc[COLUMN_TILES][4] = {};
     Softmax state = {{minus_infinity(), minus_infinity()}, {0.f, 0.f}};
     const float scale = p.scale * LOG2_E;  // softmax in base 2
-    Lookup next;
-    if (begin < end) look_up(next, p, row, list, first, begin, tokens);
-    // Loads run ahead by all stages but one. Their code stands here once, since cold code is slow.
     int slot = 0;
-#pragma unroll 1
-    for (int tile = begin - (STAGES - 1); tile < end; ++tile) {
-        if (tile >= begin) {
-            cp_async_wait<STAGES - 2>();
-            __syncthreads();  // the tile is here for everybody; the slot that is filled next is free
-        }
+    for (int tile = begin; tile < end; ++tile) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();  // the tile is here for everybody; the slot that is filled next is free
         const int coming = tile + STAGES - 1;
         if (coming < end) load_tile(shared.stages[(slot + STAGES - 1) % STAGES], next, p.pool, head);
         cp_async_commit();
         if (coming + 1 < end) look_up(next, p, row, list, first, coming + 1, tokens);
-        if (tile < begin) {
-            slot = (slot + 1) % STAGES;
-            if (tile + 1 < begin) continue;
-            if (early) grid_dependency_wait();
-            grid_dependency_launch();
-            if (__ldcg(p.live + row) == 0) {  // the same in all blocks of the row
-                cp_async_wait<0>();
-                if (split == 0) store_zeros(p, row, head);
-                return;
-            }
-#if !ATTEND_CLUSTER
-            if (split >= active) return;
-#endif
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step)
-                ldmatrix_x4(q_fragment[step], shared.reused.q + swizzled(lane % 16, 2 * step + lane / 16));
-#if ATTEND_CLUSTER
-            cluster_arrive();  // q is in registers: its memory may receive
-#endif
-            if (head == 0)  // for whoever wants to see what was selected
-                for (int i = threadIdx.x; i < own; i += THREADS)
-                    p.blocks[static_cast<int64_t>(row) * (BUDGET_BLOCKS + 1) + first + i] = selecting ? list[i] : first + i;
-            continue;
-        }
 
         float s[4], factor[2];
         score_tile(s, q_fragment, shared.stages[slot].k, warp, lane);
@@ -314,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_attend(const __g
 #pragma unroll
             for (int i = 0; i < 4; ++i) acc[column][i] *= factor[i / 2];
         value_tile(acc, shared, shared.stages[slot].v, warp, lane);
-        slot = (slot + 1) % STAGES;
+        slot = slot + 1 == STAGES ? 0 : slot + 1;
     }
 
     sum_rows(state, shared, warp, g, t);

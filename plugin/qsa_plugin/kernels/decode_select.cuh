@@ -36,7 +36,6 @@ __device__ __forceinline__ int lowest_mark(uint64_t marks) { return __ffsll(stat
 
 struct SelectScratch {
     uint4 quads[MAX_QUADS * QUAD_PITCH];
-    uint4 histogram[BINS / 4];
     int lists[2][BUDGET_BLOCKS];
     int totals[WARPS];
     uint32_t lowest[WARPS], highest[WARPS];
@@ -46,6 +45,7 @@ struct SelectScratch {
     uint32_t last_key;  // of those selected
     int above, equal;   // candidates above it and equal to it
 };
+typedef uint4 Histogram[BINS / 4];  // in shared memory as well; free before anything is emitted
 
 // Sort keys in places [0, n), in the order of their ids: first those of the listed units, then those from id `start` on.
 struct KeySource {
@@ -163,14 +163,15 @@ __device__ __forceinline__ int sum_before(int value, int* totals) {
 
 // The extremes over the block, `mine` being those of what this thread has seen. Ends behind the barrier that makes the
 // keys visible, with the histogram and the candidates empty.
-__device__ __forceinline__ Extremes all_extremes(const Extremes& mine, SelectScratch& s) {
+__device__ __forceinline__ Extremes all_extremes(const Extremes& mine, SelectScratch& s,
+                                                Histogram& histogram) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint32_t lowest = __reduce_min_sync(ALL_LANES, mine.lowest), highest = __reduce_max_sync(ALL_LANES, mine.highest);
     if (lane == 0) {
         s.lowest[warp] = lowest;
         s.highest[warp] = highest;
     }
-    for (int i = threadIdx.x; i < BINS / 4; i += THREADS) s.histogram[i] = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < BINS / 4; i += THREADS) histogram[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x < CANDIDATES) s.candidates[threadIdx.x] = 0u;
     if (threadIdx.x == 0) s.candidates_found = 0;
     __syncthreads();
@@ -180,11 +181,10 @@ __device__ __forceinline__ Extremes all_extremes(const Extremes& mine, SelectScr
 }
 
 // The cut that takes `count` of the keys, all of which but padding are in [low, high], or so many of those that are.
-__device__ __forceinline__ Cut find_cut(const Keys& keys, uint32_t low, uint32_t high, int count) {
+__device__ __forceinline__ Cut find_cut(const Keys& keys, Histogram& histogram, uint32_t low, uint32_t high, int count) {
     SelectScratch& s = keys.s;
     constexpr int QUADS = BINS / 4 / THREADS;  // of bins, a thread
     static_assert(QUADS >= 1, "a quad of bins a thread");
-    uint32_t* histogram = reinterpret_cast<uint32_t*>(s.histogram);
     const uint32_t top = high > (1u << SPAN_BITS) ? high - ((1u << SPAN_BITS) - 1u) : 0u;
     uint32_t floor = max(low, top);  // bins of equal width start here; what is lower joins bin 0
     int wanted = count, inside = CANDIDATES + 1;
@@ -200,16 +200,16 @@ __device__ __forceinline__ Cut find_cut(const Keys& keys, uint32_t low, uint32_t
                 in_range[i] = key[i] >= low && key[i] <= high;
                 bins[i] = max(key[i], floor) - floor >> shift;
             }
-            count_bins(histogram, bins, in_range, threadIdx.x % 32);
+            count_bins(reinterpret_cast<uint32_t*>(histogram), bins, in_range, threadIdx.x % 32);
         });
         __syncthreads();
         uint4 own[QUADS];  // descending: thread 0 has the top bins
         int sum = 0;
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) {
-            own[i] = s.histogram[BINS / 4 - 1 - (static_cast<int>(threadIdx.x) * QUADS + i)];
+            own[i] = histogram[BINS / 4 - 1 - (static_cast<int>(threadIdx.x) * QUADS + i)];
             sum += (own[i].x + own[i].y) + (own[i].z + own[i].w);
-            s.histogram[BINS / 4 - 1 - (static_cast<int>(threadIdx.x) * QUADS + i)] = make_uint4(0, 0, 0, 0);
+            histogram[BINS / 4 - 1 - (static_cast<int>(threadIdx.x) * QUADS + i)] = make_uint4(0, 0, 0, 0);
         }
         int above = sum_before(sum, s.totals);
         if (above < wanted && wanted <= above + sum) {
@@ -269,10 +269,10 @@ __device__ __forceinline__ Cut find_cut(const Keys& keys, uint32_t low, uint32_t
 // Called by the whole block. Returns a key that `count` keys reach; hint: such a key, or 0. 0 < count < n.
 template <class Emit>
 __device__ __forceinline__ uint32_t select_best(const KeySource& source, int count, uint32_t hint, SelectScratch& s,
-                                                int from, int to, const Emit& emit) {
+                                                Histogram& histogram, int from, int to, const Emit& emit) {
     const Keys keys(s, source.n);
-    const Extremes all = all_extremes(keys.load(source), s);
-    const Cut cut = find_cut(keys, max(all.lowest, hint), all.highest, count);
+    const Extremes all = all_extremes(keys.load(source), s, histogram);
+    const Cut cut = find_cut(keys, histogram, max(all.lowest, hint), all.highest, count);
     Marks chosen = keys.mark(cut.above, ALL_LANES), tied = cut.ties > 0 ? keys.mark(cut.tied, cut.above - 1u) : 0u;
     const int before = sum_before(count_marks(chosen) << 16 | count_marks(tied), s.totals);
     const int tied_before = min(before & 0xffff, cut.ties);
@@ -289,7 +289,8 @@ __device__ __forceinline__ uint32_t select_best(const KeySource& source, int cou
 // Called by the whole block; ends without a barrier.
 template <class Emit>
 __device__ __forceinline__ void select_blocks(const uint32_t* scores, const uint32_t* maxima, int n, int count,
-                                              SelectScratch& s, int from, int to, const Emit& emit) {
+                                              SelectScratch& s, Histogram& histogram, int from, int to,
+                                              const Emit& emit) {
     const int groups = (n + SCORE_TILE - 1) / SCORE_TILE;
     bool grouped = n > MAX_KEYS && count * SCORE_TILE <= MAX_KEYS;  // more groups than `count`, then
     KeySource source = {grouped ? maxima : scores, s.lists[0], 1, 0, 0, grouped ? groups : n, 0};
@@ -300,7 +301,7 @@ __device__ __forceinline__ void select_blocks(const uint32_t* scores, const uint
         const int more = left <= room ? left : room & ~3;
         source.n = source.listed + more;
         const bool last = more == left && !grouped;
-        reached = select_best(source, count, reached, s, last ? from : 0, last ? to : count, [&](int rank, int place) {
+        reached = select_best(source, count, reached, s, histogram, last ? from : 0, last ? to : count, [&](int rank, int place) {
             const int id = source.id(place);
             if (last) emit(rank, id);
             else s.lists[turn][rank] = id;

@@ -18,7 +18,7 @@ constexpr int NT = 64;          // tokens a slot
 constexpr int SLABS = D / 64;
 constexpr int SLAB_BYTES = NT * 128;
 constexpr int SLOT_BYTES = SLABS * SLAB_BYTES;
-constexpr int SLOTS = 4;        // K, V, K, V: two steps
+constexpr int SLOTS = 4;        // K, V, K, V
 constexpr int THREADS = 384;
 constexpr uint32_t NOTHING = 0xffffffffu;  // in place of a pool row
 constexpr int TOKENS_A_WARP = NT / 4;  // of the loading warpgroup
@@ -51,7 +51,7 @@ struct Shared {
     unsigned char q[2][SLABS * 64 * 128];  // of each computing warpgroup; later its result
     unsigned char slots[SLOTS][SLOT_BYTES];
     uint64_t full[SLOTS];
-    uint64_t empty[SLOTS][2];  // of each computing warpgroup, for what it reads
+    uint64_t empty[SLOTS];
 };
 
 __device__ __forceinline__ void barrier_init(uint64_t& barrier, int arrivals) {
@@ -111,56 +111,42 @@ __device__ __forceinline__ Place place_of(const Tile& tile, int step) {
     return {tile.class_steps[1] > turns ? 1 : 2, rest - turns};
 }
 
-// The slot of a step's keys; values take the next one. A wait for the n-th filling of a slot may come without one for
-// those before: copies arrive in order, and something later has been waited for by then.
-__device__ __forceinline__ int slot_of(int step) { return step % 2 * 2; }
-
-// Entry i of a step; 0, which has no members, where there is no such step.
+// Entry i of a step; 0, which has no members, past the last step.
 __device__ __forceinline__ uint32_t entry_of(const Tile& tile, int step, int i) {
-    if (DENSE || step < 0 || step >= tile.steps) return 0u;
+    if (DENSE || step >= tile.steps) return 0u;
     const Place place = place_of(tile, step);
     return tile.entries[place.reader * UNION_REGION + place.index * UNION_STEP + i];
 }
 
-// The loading warpgroup. Keys come a step ahead of values, as they are used. Lane l of a warp knows one token of the
-// warp's 16 in one plane: lanes 0-15 keys, 16-31 values. Lookups run ahead of the copies (entry two steps, page one),
-// because each waits for the one before.
+// The loading warpgroup. Lane l of a warp knows one token of the warp's 16 in one plane: lanes 0-15 keys, 16-31 values.
+// Lookups run ahead of the copies (entry two steps, page one), because each waits for the one before.
 __device__ __forceinline__ void load(const AttnParams& p, const Tile& tile, Shared& shared, int warp, int lane) {
     constexpr int CHUNKS = D / 8, TOKENS_A_COPY = 32 / CHUNKS < 1 ? 1 : 32 / CHUNKS;
     const int end = tile.position + tile.count;  // tokens that any row attends to lie before it
-    const int own = warp * TOKENS_A_WARP + lane % TOKENS_A_WARP, behind = lane / 16;
-    const int* pages = tile.page_table + behind * p.pages_per_seq;
+    const int own = warp * TOKENS_A_WARP + lane % TOKENS_A_WARP;
+    const int* pages = tile.page_table + (lane < 16 ? 0 : p.pages_per_seq);
     const int chunk = lane % CHUNKS;
     const surf_t* head = p.pool + tile.kv_head * POOL_WIDTH + chunk * 8;
 
     auto token_at = [&](int step, uint32_t entry) {
-        if (DENSE) return step < 0 ? end : step * NT + own;
+        if (DENSE) return step * NT + own;
         return entry == 0 ? end : static_cast<int>(entry >> MEMBER_BITS) * R + own % R;
     };
     auto page_at = [&](int token) { return token < end ? pages[token / PAGE] : 0; };
-    uint32_t emptied = 0;  // a parity for each of shared.empty
-    auto wait_for_readers = [&](int slot, int reader) {
-#pragma unroll
-        for (int group = 0; group < 2; ++group) {
-            if (reader == 2 - group) continue;  // the other one alone
-            barrier_wait(shared.empty[slot][group], emptied >> (2 * slot + group) & 1);
-            emptied ^= 1u << (2 * slot + group);
-        }
-    };
 
-    uint32_t entry = entry_of(tile, -behind, own / R), next_entry = entry_of(tile, 1 - behind, own / R);
-    int page = page_at(token_at(-behind, entry));
-    for (int turn = 0; turn <= tile.steps; ++turn) {
-        const int token = token_at(turn - behind, entry);
+    uint32_t entry = entry_of(tile, 0, own / R), next_entry = entry_of(tile, 1, own / R);
+    int page = page_at(token_at(0, entry));
+    int item = 0;  // slots filled so far
+    for (int step = 0; step < tile.steps; ++step) {
+        const int token = token_at(step, entry);
         const uint32_t row = token < end ? static_cast<uint32_t>(page) * PAGE + token % PAGE : NOTHING;
         entry = next_entry;
-        page = page_at(token_at(turn + 1 - behind, entry));
-        next_entry = entry_of(tile, turn + 2 - behind, own / R);
+        page = page_at(token_at(step + 1, entry));
+        next_entry = entry_of(tile, step + 2, own / R);
 #pragma unroll
-        for (int plane = 0; plane < 2; ++plane) {
-            const int step = turn - plane, slot = slot_of(step) + plane;
-            if (step < 0 || step >= tile.steps) continue;
-            if (step >= 2) wait_for_readers(slot, place_of(tile, step - 2).reader);
+        for (int plane = 0; plane < 2; ++plane, ++item) {
+            const int slot = item % SLOTS;
+            if (item >= SLOTS) barrier_wait(shared.empty[slot], (item / SLOTS - 1) & 1);
 #pragma unroll
             for (int i = 0; i < TOKENS_A_WARP; i += TOKENS_A_COPY) {
                 const int mine = i + lane / CHUNKS;
@@ -290,8 +276,8 @@ __device__ __forceinline__ void compute(
 
     float correction[2];  // of a row's earlier result
     auto issue_keys = [&](int step) {
-        const int slot = slot_of(step);
-        barrier_wait(shared.full[slot], step / 2 & 1);
+        const int slot = step * 2 % SLOTS;
+        barrier_wait(shared.full[slot], step * 2 / SLOTS & 1);
         const uint64_t keys = slot_operand + slot * (SLOT_BYTES / 16);
         fence_for_wgmma();
         wgmma_fence();
@@ -302,8 +288,8 @@ __device__ __forceinline__ void compute(
         wgmma_commit();
     };
     auto issue_values = [&](int step) {
-        const int slot = slot_of(step) + 1;
-        barrier_wait(shared.full[slot], step / 2 & 1);
+        const int slot = step * 2 % SLOTS + 1;
+        barrier_wait(shared.full[slot], step * 2 / SLOTS & 1);
         const uint64_t values = slot_operand + slot * (SLOT_BYTES / 16);
         fence_for_wgmma();
         wgmma_fence();
@@ -313,7 +299,7 @@ __device__ __forceinline__ void compute(
     };
     auto release = [&](int slot) {
         __syncwarp();
-        if (lane == 0) barrier_arrive(shared.empty[slot][group]);
+        if (lane == 0) barrier_arrive(shared.empty[slot]);
     };
     auto rescale_result = [&] {
 #pragma unroll
@@ -328,39 +314,60 @@ __device__ __forceinline__ void compute(
             weights[n / 2][n % 2 * 2 + 1] = pack_surface(logits[n][2], logits[n][3]);
         }
     };
-    // the first step from this one on that this warpgroup reads
-    auto own_step = [&](int step) {
-        while (step < tile.steps && place_of(tile, step).reader == 2 - group) ++step;
+    auto is_own = [&](int step) {
+        const int reader = place_of(tile, step).reader;
+        return reader == 0 || reader == 1 + group;
+    };
+    // Hands back the slots of steps that are not for this warpgroup; returns the first that is.
+    auto skip = [&](int step) {
+        for (; step < tile.steps && !is_own(step); ++step)
+            for (int slot = step * 2 % SLOTS, end = slot + 2; slot < end; ++slot) {
+                barrier_wait(shared.full[slot], step * 2 / SLOTS & 1);  // or this would count for the load before
+                release(slot);
+            }
         return step;
     };
     // loaded before the products that it masks
     auto own_entry = [&](int step) { return lane < UNION_STEP ? entry_of(tile, step, lane) : 0u; };
-    int step = own_step(0);
+    int step = skip(0);
     if (step < tile.steps) {
         const uint32_t entry = own_entry(step);
         issue_keys(step);
         wgmma_wait<0>();
-        release(slot_of(step));
+        release(step * 2 % SLOTS);
         mask(tile, step, entry, warp_row, row_of, quad, logits);
         softmax(logits, base, row_sum, correction, p.scale_log2);
         pack();
-        // the next step's softmax runs while this step's values are multiplied
-        for (int next; (next = own_step(step + 1)) < tile.steps; step = next) {
-            const uint32_t next_entry = own_entry(next);
-            issue_keys(next);
-            issue_values(step);
-            wgmma_wait<1>();
-            release(slot_of(next));
-            mask(tile, next, next_entry, warp_row, row_of, quad, logits);
-            const bool rescale = softmax(logits, base, row_sum, correction, p.scale_log2);
-            wgmma_wait<0>();
-            release(slot_of(step) + 1);
-            if (rescale) rescale_result();
-            pack();
-        }
+    }
+    // the next step's softmax runs while this step's values are multiplied
+    while (step + 1 < tile.steps && is_own(step + 1)) {
+        const uint32_t entry = own_entry(step + 1);
+        issue_keys(step + 1);
+        issue_values(step);
+        wgmma_wait<1>();
+        release((step + 1) * 2 % SLOTS);
+        mask(tile, step + 1, entry, warp_row, row_of, quad, logits);
+        const bool rescale = softmax(logits, base, row_sum, correction, p.scale_log2);
+        wgmma_wait<0>();
+        release(step * 2 % SLOTS + 1);
+        if (rescale) rescale_result();
+        pack();
+        ++step;
+    }
+    // where steps for one warpgroup take turns, the other one's products fill the gaps
+    while (step < tile.steps) {
         issue_values(step);
         wgmma_wait<0>();
-        release(slot_of(step) + 1);  // the other warpgroup may have steps left
+        release(step * 2 % SLOTS + 1);
+        step = skip(step + 1);
+        if (step == tile.steps) break;
+        const uint32_t entry = own_entry(step);
+        issue_keys(step);
+        wgmma_wait<0>();
+        release(step * 2 % SLOTS);
+        mask(tile, step, entry, warp_row, row_of, quad, logits);
+        if (softmax(logits, base, row_sum, correction, p.scale_log2)) rescale_result();
+        pack();
     }
 
     float inverse[2];
@@ -414,7 +421,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) qsa_prefill_attn(const 
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < SLOTS; ++slot) {
             barrier_init(shared.full[slot], 128);  // every loading thread
-            for (int group = 0; group < 2; ++group) barrier_init(shared.empty[slot][group], 4);  // its warps
+            barrier_init(shared.empty[slot], 8);   // every computing warp
         }
     }
     __syncthreads();
