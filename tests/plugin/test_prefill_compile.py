@@ -13,11 +13,9 @@ from qsa_plugin.specialisation import ARCHES, SPECIALISATIONS, Specialisation
 
 #: Spill bytes allowed, by kernel: none in scoring, selection and attention.
 SPILLS = {"prefill_write": 64, "prefill_block_pool": 64, "prefill_qprep": 64, "prefill_plan": 64}
-#: Exceptions, by kernel file and target: `score_rows_tc`, a stage that no enqueue launches, fills the 128 or 168
-#: registers that its threads leave each other; the same scoring inside selection does not.
-EXCEPTIONS = {("prefill_score", "sm_90a"): 4}
-#: With NVRTC 13.0 alone dense attention with heads of 256 keeps a few values more than its 255 registers hold.
-EXCEPTIONS_OF_13_0 = {("prefill_attn", "sm_120"): 24, ("prefill_attn", "sm_121"): 24}
+#: Exceptions with NVRTC 13.0 alone, by kernel file and target: dense attention with heads of 256 keeps a few values more
+#: than its 255 registers hold, selection for eight indexer heads of 128 and blocks of 8 tokens more than its 128.
+EXCEPTIONS_OF_13_0 = {("prefill_attn", "sm_120"): 24, ("prefill_attn", "sm_121"): 24, ("prefill_select", "sm_90a"): 20}
 
 
 @pytest.mark.parametrize("arch", ARCHES.values())
@@ -41,7 +39,7 @@ def compile_all(spec: Specialisation, monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> list[Any]:
         cubin = jit.compile_kernel(name, spec, tuning)
         assert set(entries) <= set(cubin.resources)
-        exceptions = EXCEPTIONS | (EXCEPTIONS_OF_13_0 if jit.nvrtc_version() == (13, 0) else {})
+        exceptions = EXCEPTIONS_OF_13_0 if jit.nvrtc_version() == (13, 0) else {}
         allowed = exceptions.get((name, spec.arch), SPILLS.get(name, 0))
         for entry, resources in cubin.resources.items():
             assert resources.spill_bytes <= allowed, f"{entry} for {spec}: {resources}"

@@ -24,7 +24,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_score_rows
     const __grid_constant__ ScoreRowsParams p) {
     extern __shared__ __align__(1024) unsigned char staged[];  // [QUERY_BYTES]
     __shared__ ScoreWork work;
-    __shared__ int position, rows;
+    __shared__ int position;
+    __shared__ volatile int rows;
     __shared__ float* volatile out;  // of the tile; read again, not kept while products need all registers
     const int tiles = (p.rows + ROW_TILE - 1) / ROW_TILE;
     const int b = blockIdx.x / tiles, row = blockIdx.x % tiles * ROW_TILE, in_range = min(ROW_TILE, p.rows - row);
@@ -47,11 +48,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_score_rows
 #pragma unroll
             for (int i = 0; i < SUM_ROWS; ++i) {
                 const int r = first_row + row_of(i, t);
-                if (r >= *const_cast<volatile int*>(&rows)) continue;
+                if (r >= rows) continue;
                 float* to = out + r * p.stride + first + g;
 #pragma unroll
-                for (int j = 0; j < SUM_KEYS; ++j)
-                    to[8 * j] = divide_by_sqrt(sums[i][j]);
+                for (int j = 0; j < SUM_KEYS; ++j) to[8 * j] = divide_by_sqrt(sums[i][j]);
             }
         });
     }

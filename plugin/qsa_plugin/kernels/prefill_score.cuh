@@ -11,11 +11,10 @@
 
 constexpr int PIECES = ID / 32;  // 16-byte pieces of a vector in a lane
 
-// The sort key of a head sum's score.
-__device__ __forceinline__ uint32_t key_of_sum(float sum) {  // sums are not negative
-    const float quotient = sum * RSQRT_ID;
-    const uint32_t key = __float_as_uint(fmaf(fmaf(-quotient, SQRT_ID, sum), RSQRT_ID, quotient)) | 0x80000000u;
-    return quotient <= 3.4e38f ? key : quotient > 0.f ? 0xff800000u : 0u;  // infinity, NaN
+// score_key of a head sum's score; sums are not negative.
+__device__ __forceinline__ uint32_t key_of_sum(float sum) {
+    const float score = divide_by_sqrt(sum);
+    return score >= 0.f ? __float_as_uint(score) | 0x80000000u : 0u;  // NaN
 }
 
 // relu that lets NaN pass

@@ -100,14 +100,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_select_til
             });
             own_queue().flush(states, list_of);
             __syncthreads();
-            const bool first = work.score.begin == 0, last = work.score.end == work.blocks;
-            const int warp = thread_now() / 32, lane = thread_now() % 32;
+            const volatile Work& now = work;
 #pragma unroll 1
-            for (int r = warp; r < work.rows; r += WARPS)
+            for (int r = thread_now() / 32; r < work.rows; r += WARPS)
                 if (states[r].blocks > 0)
-                    select_from_chunk(own_scratch(p) + r * p.chunk, p.chunk, first, last, list_of(r), states[r], own_words(),
-                                      p.lists + (work.base + r) * BUDGET_BLOCKS, lane);
-            more = !last;
+                    select_from_chunk(own_scratch(p) + r * p.chunk, p.chunk, now.score.begin == 0,
+                                      now.score.end == now.blocks, list_of(r), states[r], own_words(),
+                                      p.lists + (now.base + r) * BUDGET_BLOCKS, thread_now() % 32);
+            more = now.score.end < now.blocks;
             __syncthreads();
             if (threadIdx.x == 0) {
                 work.score.begin = work.score.end;

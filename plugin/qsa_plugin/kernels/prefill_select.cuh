@@ -100,18 +100,25 @@ struct View {
 template <class Blocks, class F>
 __device__ __forceinline__ void for_quads(const Blocks& blocks, int count, int lane, const F& f) {
 #pragma unroll 1
-    for (int base = 0; base < count; base += WINDOW) {
+    for (int base = lane * 4; base - lane * 4 < count; base += WINDOW) {
         typename Blocks::Raw raw[QUADS];
+        if (base - lane * 4 + WINDOW <= count) {
 #pragma unroll
-        for (int i = 0; i < QUADS; ++i) {
-            const int at = base + i * 128 + lane * 4;
-            raw[i] = at < count ? blocks.load(at) : typename Blocks::Raw{};
-        }
+            for (int i = 0; i < QUADS; ++i) raw[i] = blocks.load(base + i * 128);
 #pragma unroll
-        for (int i = 0; i < QUADS; ++i) {
-            const int at = base + i * 128 + lane * 4;
-            if (base + i * 128 >= count) break;
-            f(blocks.four(raw[i], at), count - at);
+            for (int i = 0; i < QUADS; ++i) f(blocks.four(raw[i], base + i * 128), 4);
+        } else {
+#pragma unroll
+            for (int i = 0; i < QUADS; ++i) {
+                const int at = base + i * 128;
+                raw[i] = at < count ? blocks.load(at) : typename Blocks::Raw{};
+            }
+#pragma unroll 1
+            for (int at = base; at - lane * 4 < count; at += 128) {
+                f(blocks.four(raw[0], at), count - at);
+#pragma unroll
+                for (int i = 1; i < QUADS; ++i) raw[i - 1] = raw[i];
+            }
         }
     }
 }
