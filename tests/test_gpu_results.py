@@ -25,9 +25,15 @@ def report(case: str, when: str, outcome: str, *figures: tuple[str, float, float
     )
 
 
+def session_of(cases: int) -> Any:
+    """A session that has collected so many cases."""
+    return SimpleNamespace(items=[None] * cases)
+
+
 def test_the_case_closest_to_its_bound_is_kept(tmp_path: Path) -> None:
     """Cases are counted once, whatever their phases; a failed set-up is a failure."""
     results = GpuResults(tmp_path / "new" / "results.json")
+    results.pytest_collection_finish(session_of(6))
     for phase in (
         report("test_a.py::test_x[one]", "setup", "passed"),
         report("test_a.py::test_x[one]", "call", "passed", ("ulps", 0.5, 2.0), ("us", 3.0, None)),
@@ -39,7 +45,7 @@ def test_the_case_closest_to_its_bound_is_kept(tmp_path: Path) -> None:
         results.pytest_runtest_logreport(phase)
     results.pytest_sessionfinish()
     written = json.loads((tmp_path / "new" / "results.json").read_text())
-    assert written["cases"] == {"passed": 2, "skipped": 1, "failed": 1}
+    assert written["cases"] == {"passed": 2, "skipped": 1, "failed": 1, "not run": 2}
     assert written["failed"] == ["tests/gpu/test_b.py::test_z"]
     assert written["figures"] == {
         "test_a.py::test_x": {
@@ -54,6 +60,7 @@ def test_the_case_closest_to_its_bound_is_kept(tmp_path: Path) -> None:
 def test_a_page_shows_the_results(tmp_path: Path) -> None:
     results, page = tmp_path / "results.json", tmp_path / "page.md"
     collected = GpuResults(results)
+    collected.pytest_collection_finish(session_of(1))
     collected.pytest_runtest_logreport(report("test_a.py::test_x[one]", "call", "passed", ("ulps", 0.5, 2.0)))
     collected.pytest_sessionfinish()
     page.write_text(f"# Title\n{START}\nold\n{END}\nrest\n")
@@ -62,7 +69,7 @@ def test_a_page_shows_the_results(tmp_path: Path) -> None:
     assert text.startswith(f"# Title\n{START}\n")
     assert text.endswith(f"{END}\nrest\n")
     assert "old" not in text
-    assert "1 cases passed, 0 failed, 0 were skipped" in text
+    assert "1 cases passed, 0 failed, 0 were skipped, in" in text
     assert "| `test_a: x` | ulps | 0.5 | 2 | 1 | one |" in text
 
 
@@ -71,13 +78,14 @@ def test_sessions_are_merged(tmp_path: Path) -> None:
     records = []
     for case, value in (("one", 0.5), ("two", 1.5)):
         results = GpuResults(tmp_path / f"{case}.json")
+        results.pytest_collection_finish(session_of(3))
         results.pytest_runtest_logreport(report(f"test_a.py::test_x[{case}]", "call", "passed", ("ulps", value, 2.0)))
         results.pytest_sessionfinish()
         records.append(json.loads((tmp_path / f"{case}.json").read_text()))
     both = merged(records)
-    assert both["cases"] == {"passed": 2, "skipped": 0, "failed": 0}
+    assert both["cases"] == {"passed": 2, "skipped": 0, "failed": 0, "not run": 4}
     assert both["figures"]["test_a.py::test_x"]["ulps"] == {"cases": 2, "largest": 1.5, "bound": 2.0, "case": "two"}
-    assert "2 sessions" in summary(both)
+    assert "4 did not run" in summary(both) and "2 sessions" in summary(both)
 
 
 def test_the_page_shows_the_results_in_the_repository() -> None:

@@ -32,10 +32,15 @@ class GpuResults:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._start = time.perf_counter()
+        self._collected = 0
         self._outcomes: Counter[str] = Counter()
         self._failed: list[str] = []
         self._seconds: Counter[str] = Counter()
         self._figures: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """How many cases there are to run."""
+        self._collected = len(session.items)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """One phase of one test."""
@@ -62,7 +67,8 @@ class GpuResults:
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
             **environment(),
             "seconds": round(time.perf_counter() - self._start, 1),
-            "cases": {outcome: self._outcomes[outcome] for outcome in ("passed", "skipped", "failed")},
+            "cases": {outcome: self._outcomes[outcome] for outcome in ("passed", "skipped", "failed")}
+            | {"not run": self._collected - sum(self._outcomes.values())},
             "failed": self._failed,
             "figures": {test: self._figures[test] for test in sorted(self._figures)},
             "slowest_seconds": slowest,
@@ -185,12 +191,13 @@ def summary(record: dict[str, Any]) -> str:
     sessions = (
         f" of {record['sessions']} sessions, most of them beside each other" if record.get("sessions", 1) > 1 else ""
     )
+    not_run = f", {cases['not run']} did not run" if cases.get("not run") else ""
     lines = [
         f"{record['date']}, {record['gpu']}, driver {record['driver']}; Python {record['python']}, cuda-bindings "
         f"{record['cuda-bindings']}, NVRTC {record['nvrtc']}, torch {record['torch']}, transformers "
         f"{record['transformers']}, {tensorrt}.",
         "",
-        f"{cases['passed']} cases passed, {cases['failed']} failed, {cases['skipped']} were skipped, in "
+        f"{cases['passed']} cases passed, {cases['failed']} failed, {cases['skipped']} were skipped{not_run}, in "
         f"{record['seconds']:.0f} seconds{sessions}.",
         "",
         "| test | figure | largest | bound | cases | which |",
