@@ -99,7 +99,8 @@ class AttendShape:
         received = MAX_SPLITS * PARTIAL_ROWS * 8 + max(spec.head_size // 8, MAX_SPLITS) * spec.geometry.group_size * 32
         prob = PARTIAL_ROWS * (self.tile + 8) * 2
         stats = (2 * self.warps + MAX_SPLITS) * PARTIAL_ROWS * 4
-        return max(ring, select) + max(query, received if clustered else 0) + prob + stats + max(4 * (budget + 1), _HISTOGRAM_BYTES) + 32
+        ids = max(4 * (budget + 1), _HISTOGRAM_BYTES) + 32
+        return max(ring, select) + max(query, received if clustered else 0) + prob + stats + ids
 
     def tuning(self, spec: Specialisation, clustered: bool) -> dict[str, int]:
         """The defines of the kernel file."""
