@@ -27,7 +27,7 @@ class InputError(QsaError):
 
     def __init__(self, what: str, value: object, expected: str, fix: str) -> None:
         self.what, self.value, self.expected, self.fix = what, value, expected, fix
-        super().__init__(f"{what}: got {value}; expected {expected}; {fix}")
+        super().__init__(f"{what}: got {value if str(value) else 'nothing'}; expected {expected}; {fix}")
 
 
 class ContractError(InputError):

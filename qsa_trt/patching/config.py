@@ -26,20 +26,27 @@ KEYS = {
     "attention_scale": "head_dim",
     "rotary_dims": "head_dim",
 }
+_ROPE = ("rope_parameters", "rope_scaling")  # sections
+#: What a model's config has at least one of.
+_KNOWN = {"model_type", "max_position_embeddings", "rope_theta", "partial_rotary_factor", *_ROPE, *KEYS.values()}
 
 
 def load_config(config: str | os.PathLike[str] | Config | None) -> Config:
     """The text part of a config; empty when none is given.
 
     Raises:
-        InputError: the file is missing or no JSON object, or a section of it is none.
+        InputError: the file is missing, no JSON object or no model's config, or a section of it is no object.
     """
     if config is None:
         return {}
+    path = None
     if not isinstance(config, Mapping):
-        config = _read_json(Path(config))
+        path = Path(config)
+        config = _read_json(path)
     text = _section(config, "text_config") or config
-    for name in ("rope_parameters", "rope_scaling"):
+    if path is not None and not _KNOWN & text.keys():
+        raise InputError("--config", f"{path} (nothing about a model)", "a config.json", "give the model's config.json")
+    for name in _ROPE:
         _section(text, name)
     return text
 
@@ -75,7 +82,7 @@ def config_value(config: Config, attribute: str) -> float | None:
         return value
     if attribute == "attention_scale":
         return 1 / math.sqrt(value)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = config.get(_ROPE[0]) or config.get(_ROPE[1]) or {}
     factor = _number({**config, **rope}, "partial_rotary_factor")
     return int(value * (1.0 if factor is None else factor))
 

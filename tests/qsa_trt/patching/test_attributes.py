@@ -163,6 +163,17 @@ def test_unusable_config_files(content: str | None, expected: str, tmp_path: Pat
     assert str(error.value).endswith("give the model's config.json")
 
 
+def test_another_json_object_is_no_config(tmp_path: Path) -> None:
+    """An ENGINE.json, say, would otherwise count as a config that says nothing."""
+    path = tmp_path / "m.engine.json"
+    path.write_text(json.dumps({"format": 1, "profiles": []}))
+    with pytest.raises(InputError) as error:
+        load_config(path)
+    assert str(error.value) == (
+        f"--config: got {path} (nothing about a model); expected a config.json; give the model's config.json"
+    )
+
+
 def test_config_of_a_multimodal_model(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "qwen4_exp", "text_config": CONFIG}))
