@@ -33,12 +33,13 @@ def values(kind: str, rng: np.random.Generator, n: int) -> NDArray[np.float64]:
         "400 high, the rest tied": lambda: np.where(rng.permutation(n) < 400, 2.0, 1.0),
         "best in the third chunk": lambda: np.where(abs(place - 2.5 * SELECT_CHUNK) < 300, 3, 1) + rng.random(n) / 8,
         "mostly NaN": lambda: np.where(rng.random(n) < 0.96, np.nan, rng.random(n)),
+        "tiny": lambda: rng.integers(1, 40, n) * 2.0**-24,  # the smallest steps of fp16
         "some infinite": lambda: np.where(rng.random(n) < 0.02, np.inf, rng.random(n)),
     }[kind]()
 
 
 KINDS = ("normal", "ascending", "descending", "all equal", "all zero", "five values", "ties that grow",
-         "400 high, the rest tied", "best in the third chunk", "mostly NaN", "some infinite")  # fmt: skip
+         "400 high, the rest tied", "best in the third chunk", "mostly NaN", "tiny", "some infinite")  # fmt: skip
 
 
 @pytest.mark.pitfall(2)

@@ -6,7 +6,7 @@
 // with one key are told apart by their ids in the same way. So the threshold is exact in every distribution, no step can
 // overflow, and cost is much the same for spread and for concentrated scores.
 //   Of a longer row the first chunk gives a bound that BUDGET_BLOCKS keys and few more reach: what reaches it is a
-// candidate. Scores of later chunks are compared with the bound where they are made (keep_candidates), and only
+// candidate. Scores of later chunks are compared with the bound where they are made (Queue), and only
 // candidates leave the registers, in no order. When their list grows long, a histogram of it gives a higher bound and
 // the list is thinned out; only what cannot be selected leaves it. The threshold of the last list is as exact as that of
 // a row. A bit for every block brings the selected ids in order.
@@ -341,8 +341,9 @@ struct RowState {
     int blocks;      // complete ones of the row; 0: not a sparse row
     __device__ __forceinline__ void bound(uint32_t key) {
         low = key;
-        // of the smallest score with that key, less more than rounding can make up for
-        limit = key < 0x80000000u ? 0.f : __uint_as_float(key & 0x7fffffffu) * (SQRT_ID * 0.999999f);
+        // of the smallest score with that key, less more than rounding can make up for; a tiny one may be rounded a lot
+        const float score = key < 0x80000000u ? 0.f : __uint_as_float(key & 0x7fffffffu);
+        limit = score < 1e-30f ? 0.f : score * (SQRT_ID * 0.999999f);
     }
 };
 
