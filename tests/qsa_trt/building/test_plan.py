@@ -62,7 +62,7 @@ def test_targets_are_checked(model_file: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("target", ["", ","])
 def test_a_target_without_a_name_is_refused(model_file: Callable[..., Path], target: str) -> None:
-    assert refusal(model_file(), target=[target]).startswith("--target: got ; expected one or more of sm_75, ")
+    assert refusal(model_file(), target=[target]).startswith("--target: got nothing; expected one or more of sm_75, ")
 
 
 def test_workspace_is_checked(model_file: Callable[..., Path]) -> None:
@@ -127,6 +127,6 @@ def test_other_spellings_of_bytes_are_refused(text: str) -> None:
     with pytest.raises(InputError) as error:
         parse_bytes(text)
     assert str(error.value) == (
-        f"--workspace: got {text}; expected a positive number of bytes below 2^63, such as 4G or 512M; "
+        f"--workspace: got {text or 'nothing'}; expected a positive number of bytes below 2^63, such as 4G or 512M; "
         "correct the option"
     )

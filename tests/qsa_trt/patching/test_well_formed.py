@@ -128,8 +128,8 @@ def external_model(**entries: str) -> onnx.ModelProto:
         ({"location": "w.data", "length": "x"}, "; expected offset and length as numbers from 0; export the model"),
         ({"location": "w" * 300}, "; expected a file in "),
         ({"location": "w\0"}, "external data: got w\\x00; expected a file in "),
-        ({"location": ""}, "external data: got ; expected a file in "),
-        ({}, "external data: got ; expected a file in "),
+        ({"location": ""}, "external data: got nothing; expected a file in "),
+        ({}, "external data: got nothing; expected a file in "),
     ],
 )
 def test_external_data(entries: dict[str, str], message: str | None, tmp_path: Path) -> None:
