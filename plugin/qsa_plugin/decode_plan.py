@@ -114,11 +114,18 @@ class AttendShape:
 
 def attend_shape(spec: Specialisation, capability: tuple[int, int]) -> AttendShape:
     """The largest tile that shared memory holds twice; a warp needs 8 value columns of its own."""
-    for warps in (8, 4):
-        shape = AttendShape(min(warps, spec.head_size // 8), 2)
-        if shape.shared_bytes(spec, clustered=True) <= shared_limit(capability):
-            return shape
+    for clustered in (True, False):
+        for warps in (8, 4):
+            shape = AttendShape(min(warps, spec.head_size // 8), 2)
+            if shape.shared_bytes(spec, clustered) <= shared_limit(capability):
+                return shape
     raise AssertionError("every head size fits the smallest shared memory")
+
+
+def attend_clusters(spec: Specialisation, capability: tuple[int, int]) -> tuple[int, ...]:
+    """Cluster sizes of decode_attend; none where what clusters exchange does not fit shared memory either."""
+    needed = attend_shape(spec, capability).shared_bytes(spec, clustered=True)
+    return cluster_sizes(capability) if needed <= shared_limit(capability) else ()
 
 
 def decode_tunings(spec: Specialisation, capability: tuple[int, int]) -> list[tuple[str, dict[str, int]]]:
@@ -127,7 +134,7 @@ def decode_tunings(spec: Specialisation, capability: tuple[int, int]) -> list[tu
     return [
         ("decode_score", {}),
         ("decode_attend", shape.tuning(spec, clustered=False)),
-        *([("decode_attend", shape.tuning(spec, clustered=True))] if cluster_sizes(capability) else []),
+        *([("decode_attend", shape.tuning(spec, clustered=True))] if attend_clusters(spec, capability) else []),
     ]
 
 

@@ -17,8 +17,8 @@ from .decode_plan import (
     SCORE_WARPS,
     DecodePlan,
     DeviceLimits,
+    attend_clusters,
     attend_shape,
-    cluster_sizes,
     decode_tunings,
     plan_decode,
 )
@@ -141,6 +141,6 @@ class QsaSparseDecodeRunner:
             attend=Launch(attends[0], shape.threads, shape.shared_bytes(spec, clustered=False), dependent=dependent),
             clustered={
                 size: Launch(attends[1], shape.threads, shape.shared_bytes(spec, clustered=True), dependent, size)
-                for size in cluster_sizes(capability)
+                for size in attend_clusters(spec, capability)
             },
         )

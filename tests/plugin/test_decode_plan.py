@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import re
 import struct
+from dataclasses import replace
 
 import pytest
 
 from qsa_plugin import jit
 from qsa_plugin.contract import Call, Mode
-from qsa_plugin.decode_plan import LAYOUT, MAX_SPLITS, DeviceLimits, cluster_sizes, plan_decode
+from qsa_plugin.decode_plan import (
+    LAYOUT,
+    MAX_SPLITS,
+    DeviceLimits,
+    attend_clusters,
+    attend_shape,
+    cluster_sizes,
+    plan_decode,
+)
+from qsa_plugin.kernel_limits import HEAD_SIZES, MAX_GROUP_SIZE
 from qsa_plugin.launch import ParamBlock
-from qsa_plugin.specialisation import SPECIALISATIONS
+from qsa_plugin.specialisation import ARCHES, SPECIALISATIONS, shared_limit
 from qsa_plugin.workspace import layout, partial_tiles
 
 HOPPER = DeviceLimits((9, 0), 132, {2: 66, 4: 32, 8: 15, 16: 7})
@@ -36,6 +46,18 @@ def test_splits_fit_workspace_and_device(limits: DeviceLimits, batch: int, pages
         assert plan.score_stride % 4 == 0
         assert (plan.score_ctas > 0) == (pages * 128 // spec.indexer_compress_ratio > spec.geometry.budget_blocks)
         assert pairs * plan.splits < 2**31  # one-dimensional grids
+
+
+@pytest.mark.parametrize("capability", ARCHES)
+def test_every_legal_geometry_fits_shared_memory(capability: tuple[int, int]) -> None:
+    """The largest budget, every head size and group; clusters only where what they exchange fits too."""
+    widest = replace(SPEC, indexer_budget=8192, indexer_compress_ratio=2, rotary_dims=32)
+    for head_size in HEAD_SIZES:
+        for group in range(1, MAX_GROUP_SIZE + 1):
+            spec = replace(widest, head_size=head_size, num_q_heads=group * widest.num_kv_heads)
+            shape = attend_shape(spec, capability)
+            for clustered in {False, bool(attend_clusters(spec, capability))}:
+                assert shape.shared_bytes(spec, clustered) <= shared_limit(capability)
 
 
 def test_a_small_batch_is_split_and_a_large_one_is_not() -> None:
