@@ -342,7 +342,7 @@ struct RowState {
     __device__ __forceinline__ void bound(uint32_t key) {
         low = key;
         // of the smallest score with that key, less more than rounding can make up for; a tiny one may be rounded a lot
-        const float score = key < 0x80000000u ? 0.f : __uint_as_float(key & 0x7fffffffu);
+        const float score = key < 0x80000000u ? 0.f : __uint_as_float(min(key, 0xff800000u) & 0x7fffffffu);
         limit = score < 1e-30f ? 0.f : score * (SQRT_ID * 0.999999f);
     }
 };
