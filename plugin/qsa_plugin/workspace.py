@@ -17,7 +17,7 @@ from .contract import Call, Geometry, Mode
 ALIGNMENT = 256
 #: Rows that prefill selects from at a time at most: 296 thread blocks of 16 rows, or 148 of 32.
 SELECT_ROWS = 4736
-#: Blocks that are scored before selection goes over them, a multiple of `BLOCK_TILE` (kernels/prefill_select.cuh).
+#: Blocks that are scored before selection goes over them, a multiple of `BLOCK_TILE` (kernels/prefill_candidates.cuh).
 SELECT_CHUNK = 2048
 #: Rows a thread block of prefill selection has at most, and blocks that are scored together.
 MAX_ROW_TILE, BLOCK_TILE = 32, 64
@@ -75,11 +75,11 @@ def score_elements(geometry: Geometry, call: Call) -> int:
 def select_sizes(geometry: Geometry, blocks: int) -> tuple[int, int]:
     """Blocks that are scored at a time, and candidates that are kept, for a prefill row of so many blocks.
 
-    A row of one chunk needs no list of candidates; longer ones keep MAX_CANDIDATES of kernels/prefill_select.cuh and
-    what a chunk adds.
+    A row of one chunk needs no list of candidates; longer ones keep MAX_CANDIDATES of kernels/prefill_candidates.cuh
+    and what a chunk adds.
     """
     chunk = min(SELECT_CHUNK, max(1, math.ceil(blocks / BLOCK_TILE)) * BLOCK_TILE)
-    most = math.ceil(max(2 * geometry.budget_blocks, 1024) / 4) * 4  # keys and ids start at 16-byte boundaries
+    most = math.ceil(max(2 * geometry.budget_blocks, 1024) / 4) * 4  # lists start at 16-byte boundaries
     return chunk, most + chunk if blocks > chunk else 0
 
 

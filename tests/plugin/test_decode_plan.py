@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from qsa_plugin import jit
+from qsa_plugin import decode_plan, jit
 from qsa_plugin.contract import Call, Mode
 from qsa_plugin.decode_plan import (
     LAYOUT,
     MAX_SPLITS,
+    SCORE_BLOCKS_AN_SM,
     DeviceLimits,
     attend_clusters,
     attend_shape,
@@ -71,6 +72,17 @@ def test_scoring_starts_early_only_where_it_is_short() -> None:
     assert not plan_decode(SPEC, call_of(16, 1024), HOPPER).dependent
     assert not plan_decode(SPEC, call_of(64, 64), HOPPER).dependent
     assert not plan_decode(SPEC, call_of(64, 1024), HOPPER).dependent
+
+
+@pytest.mark.parametrize("batch", [2, 16, 64, 131])
+def test_blocks_that_score_and_append_run_in_one_round(batch: int) -> None:
+    plan = plan_decode(SPEC, call_of(batch, 1024), HOPPER)
+    assert batch * (plan.score_ctas + 1) <= SCORE_BLOCKS_AN_SM * HOPPER.sm_count < batch * (plan.score_ctas + 2)
+
+
+def test_the_histogram_is_as_large_as_the_kernels() -> None:
+    bits = re.search(r"BIN_BITS = (\d+);", (jit.kernel_folder() / "decode_select.cuh").read_text())
+    assert bits is not None and decode_plan._HISTOGRAM_BYTES == 4 << int(bits[1])
 
 
 def test_tables_within_the_budget_score_nothing() -> None:

@@ -34,3 +34,10 @@ def test_selection_fits_every_device(capability: tuple[int, int]) -> None:
         for portable in (False, True):
             tile = score_tile(spec.on(arch_of(capability)), portable)
             assert tile.select_bytes <= shared_limit(capability)
+
+
+def test_as_many_portable_ctas_are_launched_as_registers_were_kept_for() -> None:
+    """SCORE_CTAS of prefill_score.cuh: two where up to four indexer heads leave the registers."""
+    assert "SCORE_CTAS = IH > 4 ? 1 : 2;" in (jit.kernel_folder() / "prefill_score.cuh").read_text()
+    for spec in SPECIALISATIONS.values():
+        assert score_tile(spec, portable=True).ctas == (1 if spec.indexer_n_heads > 4 else 2)

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from qsa_plugin import Geometry, Mode
 from qsa_plugin.contract import PAGE_SIZE, Call
-from qsa_plugin.workspace import ALIGNMENT, DECODE_SPLITS, PARTIAL_ROWS, SLOTS, layout, reported_size
+from qsa_plugin.workspace import (
+    ALIGNMENT,
+    DECODE_SPLITS,
+    PARTIAL_ROWS,
+    SELECT_CHUNK,
+    SLOTS,
+    layout,
+    reported_size,
+    select_sizes,
+)
 
 REAL = Geometry(24, 2, 256, 4, 128, 2048, 4)
 
@@ -105,3 +114,12 @@ def test_decode_slots_hold_the_documented_buffers(batch: int) -> None:
     assert shapes["stats"][0] >= tiles
     assert shapes["stats"][1:] == (2, 16)
     assert shapes["counters"] == (batch, 2)
+
+
+@pytest.mark.parametrize("blocks", [9, 512, 513, 515, 4096])
+def test_lists_of_candidates_are_read_four_at_a_time(blocks: int) -> None:
+    """Room for twice the budget and a chunk, in whole vectors; none where one chunk is the row."""
+    geometry = replace(REAL, indexer_budget=blocks * REAL.indexer_compress_ratio)
+    chunk, candidates = select_sizes(geometry, SELECT_CHUNK + 1)
+    assert candidates % 4 == 0 and candidates >= max(2 * blocks, 1024) + chunk
+    assert select_sizes(geometry, SELECT_CHUNK) == (SELECT_CHUNK, 0)

@@ -4,7 +4,7 @@
 // warps score the first into a scratch of the CTA, then each selects from it for rows of its own while the scores are in
 // cache. Of later chunks only candidates are stored. The scratch grows with the number of CTAs, not with the number of
 // rows, nor, past a chunk, with their length.
-#include "prefill_select.cuh"
+#include "prefill_candidates.cuh"
 
 constexpr int THREADS = SCORE_THREADS;
 constexpr int WARPS = THREADS / 32;
