@@ -82,7 +82,7 @@ def test_blocks_that_score_and_append_run_in_one_round(batch: int) -> None:
 
 def test_the_histogram_is_as_large_as_the_kernels() -> None:
     bits = re.search(r"BIN_BITS = (\d+);", (jit.kernel_folder() / "decode_select.cuh").read_text())
-    assert bits is not None and decode_plan._HISTOGRAM_BYTES == 4 << int(bits[1])
+    assert bits is not None and 4 << int(bits[1]) == decode_plan._HISTOGRAM_BYTES
 
 
 def test_tables_within_the_budget_score_nothing() -> None:
