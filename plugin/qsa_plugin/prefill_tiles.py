@@ -110,6 +110,7 @@ def score_tile(spec: Specialisation, portable: bool = False) -> ScoreTile:
     heads, dim = spec.indexer_n_heads, spec.indexer_head_dim
     if spec.hopper and not portable:
         slabs, pairs = math.ceil(dim / 64), math.ceil(heads / 2)
-        return ScoreTile(32, 512, 1, slabs * pairs * 8192, {"QSA_SCORE_HOPPER": 1})
+        threads, ctas = (384, 1) if heads > 4 else (256, 2)
+        return ScoreTile(32, threads, ctas, slabs * pairs * 8192, {"QSA_SCORE_HOPPER": 1})
     padding = 32 if heads * dim % 64 == 0 else 0
     return ScoreTile(16, 192, 1 if heads > 4 else 2, 16 * (heads * dim + padding) * 2, {"QSA_SCORE_HOPPER": 0})

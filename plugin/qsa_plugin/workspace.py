@@ -15,8 +15,8 @@ from .contract import Call, Geometry, Mode
 
 #: Every slot starts at a multiple of this many bytes, which is also what the workspace itself must be aligned to.
 ALIGNMENT = 256
-#: Rows that prefill selects from at a time at most: 296 thread blocks of 16 rows, or 148 of 32.
-SELECT_ROWS = 4736
+#: Rows that prefill selects from at a time at most: 296 thread blocks of 32 rows.
+SELECT_ROWS = 9472
 #: Blocks that are scored before selection goes over them, a multiple of `BLOCK_TILE` (kernels/prefill_candidates.cuh).
 SELECT_CHUNK = 2048
 #: Rows a thread block of prefill selection has at most, and blocks that are scored together.

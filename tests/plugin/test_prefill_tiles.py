@@ -11,10 +11,11 @@ from qsa_plugin.prefill_tiles import score_tile
 from qsa_plugin.specialisation import ARCHES, SPECIALISATIONS, arch_of, shared_limit
 
 
-def constants(file: str) -> dict[str, str]:
-    """Names and values of the plain constants of a kernel file; of two forms in one file the last."""
+def constants(file: str, index_heads: int = 4) -> dict[str, int]:
+    """Names and values of the constants of a kernel file: numbers, and choices by `IH > 4`; the last of two forms."""
     text = (jit.kernel_folder() / file).read_text()
-    return dict(re.findall(r"^constexpr (?:int|bool) (\w+) = (\w+);", text, re.MULTILINE))
+    found = re.findall(r"^constexpr int (\w+) = (?:IH > 4 \? (\d+) : )?(\d+);", text, re.MULTILINE)
+    return {name: int(many if many and index_heads > 4 else few) for name, many, few in found}
 
 
 @pytest.mark.parametrize(
@@ -22,9 +23,11 @@ def constants(file: str) -> dict[str, str]:
 )
 @pytest.mark.parametrize("name", list(SPECIALISATIONS))
 def test_selection_gets_the_threads_and_the_memory_that_it_takes(name: str, portable: bool, file: str) -> None:
-    tile, kernel = score_tile(SPECIALISATIONS[name].on("sm_90a"), portable), constants(file)
-    assert (tile.rows, tile.threads) == (int(kernel["ROW_TILE"]), int(kernel["SCORE_THREADS"]))
-    histograms = tile.threads // 32 * int(constants("prefill_select.cuh")["BINS"]) * 4
+    spec = SPECIALISATIONS[name].on("sm_90a")
+    tile, kernel = score_tile(spec, portable), constants(file, spec.indexer_n_heads)
+    # as many thread blocks are launched as registers were kept for
+    assert (tile.rows, tile.threads, tile.ctas) == tuple(kernel[n] for n in ("ROW_TILE", "SCORE_THREADS", "SCORE_CTAS"))
+    histograms = tile.threads // 32 * constants("prefill_select.cuh")["BINS"] * 4
     assert tile.select_bytes == tile.query_bytes + histograms
 
 
@@ -34,10 +37,3 @@ def test_selection_fits_every_device(capability: tuple[int, int]) -> None:
         for portable in (False, True):
             tile = score_tile(spec.on(arch_of(capability)), portable)
             assert tile.select_bytes <= shared_limit(capability)
-
-
-def test_as_many_portable_ctas_are_launched_as_registers_were_kept_for() -> None:
-    """SCORE_CTAS of prefill_score.cuh: two where up to four indexer heads leave the registers."""
-    assert "SCORE_CTAS = IH > 4 ? 1 : 2;" in (jit.kernel_folder() / "prefill_score.cuh").read_text()
-    for spec in SPECIALISATIONS.values():
-        assert score_tile(spec, portable=True).ctas == (1 if spec.indexer_n_heads > 4 else 2)

@@ -161,19 +161,14 @@ __device__ __forceinline__ int sum_before(int value, int* totals) {
     return __reduce_add_sync(ALL_LANES, lane < warp ? totals[lane] : 0) + inclusive - value;
 }
 
-// The extremes over the block, `mine` being those of what this thread has seen. Ends behind the barrier that makes the
-// keys visible, with the histogram and the candidates empty.
-__device__ __forceinline__ Extremes all_extremes(const Extremes& mine, SelectScratch& s,
-                                                Histogram& histogram) {
+// The extremes over the block, `mine` being those of what this thread has seen. Has a barrier in it.
+__device__ __forceinline__ Extremes all_extremes(const Extremes& mine, SelectScratch& s) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint32_t lowest = __reduce_min_sync(ALL_LANES, mine.lowest), highest = __reduce_max_sync(ALL_LANES, mine.highest);
     if (lane == 0) {
         s.lowest[warp] = lowest;
         s.highest[warp] = highest;
     }
-    for (int i = threadIdx.x; i < BINS / 4; i += THREADS) histogram[i] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x < CANDIDATES) s.candidates[threadIdx.x] = 0u;
-    if (threadIdx.x == 0) s.candidates_found = 0;
     __syncthreads();
     lowest = __reduce_min_sync(ALL_LANES, lane < WARPS ? s.lowest[lane] : ALL_LANES);
     highest = __reduce_max_sync(ALL_LANES, lane < WARPS ? s.highest[lane] : 0u);
@@ -188,8 +183,26 @@ __device__ __forceinline__ Cut find_cut(const Keys& keys, Histogram& histogram, 
     const uint32_t top = high > (1u << SPAN_BITS) ? high - ((1u << SPAN_BITS) - 1u) : 0u;
     uint32_t floor = max(low, top);  // bins of equal width start here; what is lower joins bin 0
     int wanted = count, inside = CANDIDATES + 1;
+    bool crowd = false;
 #pragma unroll 1
     while (low < high && inside > CANDIDATES) {
+        if (crowd) {  // often of one key
+            Extremes seen = {ALL_LANES, 0u};
+            keys.visit_quads([&](const uint4& four) {
+                const uint32_t key[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const bool in_range = key[i] >= low && key[i] <= high;
+                    seen.lowest = min(seen.lowest, in_range ? key[i] : ALL_LANES);
+                    seen.highest = max(seen.highest, in_range ? key[i] : 0u);
+                }
+            });
+            seen = all_extremes(seen, s);
+            floor = low = seen.lowest;
+            high = seen.highest;
+            if (low == high) break;
+        }
+        crowd = true;
         const int shift = max(0, 32 - __clz(high - floor) - BIN_BITS);
         keys.visit_quads([&](const uint4& four) {
             const uint32_t key[4] = {four.x, four.y, four.z, four.w};
@@ -271,13 +284,37 @@ template <class Emit>
 __device__ __forceinline__ uint32_t select_best(const KeySource& source, int count, uint32_t hint, SelectScratch& s,
                                                 Histogram& histogram, int from, int to, const Emit& emit) {
     const Keys keys(s, source.n);
-    const Extremes all = all_extremes(keys.load(source), s, histogram);
+    for (int i = threadIdx.x; i < BINS / 4; i += THREADS) histogram[i] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x < CANDIDATES) s.candidates[threadIdx.x] = 0u;
+    if (threadIdx.x == 0) s.candidates_found = 0;
+    const Extremes all = all_extremes(keys.load(source), s);  // its barrier makes all of that visible
     const Cut cut = find_cut(keys, histogram, max(all.lowest, hint), all.highest, count);
     Marks chosen = keys.mark(cut.above, ALL_LANES), tied = cut.ties > 0 ? keys.mark(cut.tied, cut.above - 1u) : 0u;
     const int before = sum_before(count_marks(chosen) << 16 | count_marks(tied), s.totals);
     const int tied_before = min(before & 0xffff, cut.ties);
     int rank = (before >> 16) + tied_before, take = cut.ties - tied_before;
-    for (; tied != 0u && take > 0; tied &= tied - 1, --take) chosen |= tied & (~tied + 1u);
+    if (take >= count_marks(tied)) {
+        chosen |= tied;
+    } else {
+        for (; take > 0; tied &= tied - 1, --take) chosen |= tied & (~tied + 1u);
+    }
+    // Where few threads have many, their whole warp serves them, a mark a lane.
+    const int lane = threadIdx.x % 32;
+    uint32_t heavy = __ballot_sync(ALL_LANES, count_marks(chosen) > 4);
+    if (__popc(heavy) >= __reduce_max_sync(ALL_LANES, count_marks(chosen))) heavy = 0u;
+#pragma unroll 1
+    for (; heavy != 0u; heavy &= heavy - 1) {
+        const int owner = lowest_mark(heavy), first = __shfl_sync(ALL_LANES, keys.first_place(), owner);
+        int next = __shfl_sync(ALL_LANES, rank, owner);
+#pragma unroll
+        for (int word = 0; word < static_cast<int>(sizeof(Marks)) / 4; ++word) {
+            const uint32_t marks = __shfl_sync(ALL_LANES, static_cast<uint32_t>(chosen >> 32 * word), owner);
+            const int own = next + __popc(marks & ((1u << lane) - 1u));
+            if ((marks >> lane & 1u) && own >= from && own < to) emit(own, first + 32 * word + lane);
+            next += __popc(marks);
+        }
+        if (lane == owner) chosen = 0u;
+    }
     if (rank < to)
 #pragma unroll 1
         for (; chosen != 0u; chosen &= chosen - 1, ++rank)

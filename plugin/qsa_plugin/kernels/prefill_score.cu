@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_score_rows
         position = sequence.past + p.row_begin + row;
         rows = real;
         work = {0, real > 0 ? visible_blocks(position + real - 1) : 0,
-                p.page_table + (static_cast<int64_t>(b) * 2 + 1) * p.pages_per_seq};
+                p.page_table + (static_cast<int64_t>(b) * 2 + 1) * p.pages_per_seq, 0};
     }
     __syncthreads();
     if (work.end > 0) {

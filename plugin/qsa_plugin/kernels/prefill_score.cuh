@@ -34,13 +34,15 @@ struct ScoreWork {
     int begin;  // blocks [begin, end)
     int end;
     const int* v_pages;  // of the sequence, [pages_per_seq]
+    uint32_t apart;      // 0, or what is scored is a sample: place i is block i * apart / 2^16
 };
 
-// The same for 16 blocks, which lie in one page: the key of the first, and the distance of two.
-// Blocks that start at or past `end` are read from the page of the last one, whatever is there.
-constexpr int KEY_STRIDE = R * HKV * POOL_WIDTH;
-__device__ __forceinline__ const surf_t* sixteen_keys(const surf_t* pool, const volatile ScoreWork& work, int start) {
-    return pool + pool_offset(work.v_pages[min(start, work.end - 1) * R / PAGE], start * R % PAGE, 0) + D;
+// The key of a place; of one past the end, that of the last one.
+__device__ __forceinline__ const surf_t* key_of_place(const surf_t* pool, const volatile ScoreWork& work, int place) {
+    place = min(place, work.end - 1);
+    const uint32_t apart = work.apart;
+    const int block = apart == 0 ? place : static_cast<int>(__umulhi(static_cast<uint32_t>(place) << 16, apart));
+    return pool + pool_offset(work.v_pages[block * R / PAGE], block * R % PAGE, 0) + D;
 }
 
 // threadIdx.x, read again: what is derived from it is not kept while products need all registers.
@@ -127,8 +129,7 @@ __device__ __forceinline__ void score_blocks(
         KeyOperands keys;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {  // this lane's pieces of block first + g + 8 i
-            const surf_t* from =
-                sixteen_keys(pool, work, first + i / 2 * 16) + (g + i % 2 * 8) * KEY_STRIDE + 8 * t;
+            const surf_t* from = key_of_place(pool, work, first + g + 8 * i) + 8 * t;
 #pragma unroll
             for (int j = 0; j < PIECES; ++j) {
                 const uint4 piece = *reinterpret_cast<const uint4*>(from + 32 * j);

@@ -7,8 +7,8 @@
 
 constexpr int ROW_TILE = 32;
 constexpr int BLOCK_TILE = 64;
-constexpr int SCORE_THREADS = 512;
-constexpr int SCORE_CTAS = 1;
+constexpr int SCORE_THREADS = IH > 4 ? 384 : 256;
+constexpr int SCORE_CTAS = IH > 4 ? 1 : 2;  // an SM, without spills; of two one scores while the other selects
 constexpr int PRODUCTS = ID / 16;  // of a dot
 constexpr int PAIRS = (IH + 1) / 2;
 constexpr int PAIR_BYTES = 2 * ROW_TILE * 128;
@@ -82,11 +82,12 @@ __device__ __forceinline__ void score_blocks(
     uint4 pieces[2][PIECES];  // of keys g and g + 8
     auto load = [&](int first) {
         const int thread = thread_now(), warp = thread / 32 % 4, g = thread / 4 % 8, t = thread % 4;
-        const surf_t* from = sixteen_keys(pool, work, first + warp * 16) + g * KEY_STRIDE + 8 * t;
 #pragma unroll
-        for (int j = 0; j < 2 * PIECES; ++j)
-            pieces[j / PIECES][j % PIECES] =
-                *reinterpret_cast<const uint4*>(from + j / PIECES * 8 * KEY_STRIDE + 32 * (j % PIECES));
+        for (int half = 0; half < 2; ++half) {
+            const surf_t* from = key_of_place(pool, work, first + warp * 16 + g + 8 * half) + 8 * t;
+#pragma unroll
+            for (int j = 0; j < PIECES; ++j) pieces[half][j] = *reinterpret_cast<const uint4*>(from + 32 * j);
+        }
     };
     int first = work.begin + warpgroup * BLOCK_TILE;
     if (first < work.end) load(first);

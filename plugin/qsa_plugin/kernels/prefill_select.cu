@@ -1,9 +1,9 @@
 // Stages 4 and 5 of prefill in one launch (`select_tiles`), and selection alone on given scores (`select_rows`).
 //
-// CTAs are as many as fit the GPU; each walks over tiles of ROW_TILE sparse rows. A tile's blocks come in chunks: all
-// warps score the first into a scratch of the CTA, then each selects from it for rows of its own while the scores are in
-// cache. Of later chunks only candidates are stored. The scratch grows with the number of CTAs, not with the number of
-// rows, nor, past a chunk, with their length.
+// CTAs are as many as fit the GPU; each walks over tiles of ROW_TILE sparse rows. All warps score a tile's blocks into a
+// scratch of the CTA, then each selects from it for rows of its own while the scores are in cache. Where a chunk does not
+// hold all blocks, that is done with a sample of them, and of the chunks that follow only candidates are stored. The
+// scratch grows with the number of CTAs, not with the number of rows, nor, past a chunk, with their length.
 #include "prefill_candidates.cuh"
 
 constexpr int THREADS = SCORE_THREADS;
@@ -28,7 +28,8 @@ struct SelectTilesParams {
 
 // ROW_TILE rows of one sequence.
 struct Work {
-    ScoreWork score;  // the current chunk of their blocks
+    Pass pass;
+    ScoreWork score;  // what of their blocks is scored now
     int index;        // of the tile
     int rows;         // that are real
     int position;     // of the first row
@@ -51,7 +52,11 @@ __device__ __forceinline__ bool next_tile(const SelectTilesParams& p, Work& work
         work.position = sequence.past + p.row_begin + row;
         work.base = static_cast<int64_t>(b) * p.rows + row;
         work.blocks = work.rows > 0 ? visible_blocks(work.position + work.rows - 1) : 0;
-        work.score = {0, min(p.chunk, work.blocks), p.page_table + (static_cast<int64_t>(b) * 2 + 1) * p.pages_per_seq};
+        work.pass = work.blocks > p.chunk ? SAMPLING : WHOLE;
+        const int sample = sample_size(work.blocks, p.chunk), least = visible_blocks(work.position);
+        work.score = {0, work.pass == WHOLE ? work.blocks : sample,
+                      p.page_table + (static_cast<int64_t>(b) * 2 + 1) * p.pages_per_seq,
+                      work.pass == WHOLE ? 0u : (static_cast<uint32_t>(least) << 16) / sample};
         if (work.blocks > BUDGET_BLOCKS) return true;
     }
     return false;
@@ -85,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_select_til
             __syncthreads();
             score_blocks(shared, work.score, p.pool, [&](const Sums& sums, int first, int first_row) {
                 const volatile Work& now = work;  // read again, not kept while products need all registers
-                if (now.score.begin > 0) {
+                if (now.pass == COLLECTING) {
                     own_queue().add(sums, first, first_row, states, list_of);
                     return;
                 }
@@ -101,17 +106,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, SCORE_CTAS) qsa_select_til
             own_queue().flush(states, list_of);
             __syncthreads();
             const volatile Work& now = work;
+            const bool last = now.pass != SAMPLING && now.score.end == now.blocks;
+            bool again = false;
 #pragma unroll 1
-            for (int r = thread_now() / 32; r < work.rows; r += WARPS)
-                if (states[r].blocks > 0)
-                    select_from_chunk(own_scratch(p) + r * p.chunk, p.chunk, now.score.begin == 0,
-                                      now.score.end == now.blocks, list_of(r), states[r], own_words(),
-                                      p.lists + (now.base + r) * BUDGET_BLOCKS, thread_now() % 32);
-            more = now.score.end < now.blocks;
-            __syncthreads();
+            for (int r = thread_now() / 32; r < work.rows; r += WARPS) {
+                if (states[r].blocks == 0) continue;
+                const bool done = select_from(now.pass, last, own_scratch(p) + r * p.chunk, now.score.end, list_of(r),
+                                              states[r], own_words(), p.lists + (now.base + r) * BUDGET_BLOCKS,
+                                              thread_now() % 32);
+                __syncwarp();
+                if (last && thread_now() % 32 == 0) states[r].begin_again(done);
+                again |= !done;
+            }
+            more = __syncthreads_or(again || !last);
             if (threadIdx.x == 0) {
-                work.score.begin = work.score.end;
+                work.score.begin = last || work.pass == SAMPLING ? 0 : work.score.end;
                 work.score.end = min(work.score.begin + p.chunk, work.blocks);
+                work.score.apart = 0;
+                work.pass = COLLECTING;
             }
         } while (more);
     }
@@ -137,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(ROW_WARPS * 32, 4) qsa_select_rows(
     const int count = p.counts[row];
     int* ids = p.lists + row * BUDGET_BLOCKS;
     const Threshold threshold =
-        count > BUDGET_BLOCKS ? find_threshold(scores, count, 0u, 0, histogram[warp], lane) : EVERYTHING;
+        count > BUDGET_BLOCKS ? find_threshold(scores, count, BUDGET_BLOCKS, 0u, 0, histogram[warp], lane) : EVERYTHING;
     const int taken = gather(scores, count, threshold, lane, [&](int place, uint32_t, int id) { ids[place] = id; });
     for (int i = taken + lane; i < BUDGET_BLOCKS; i += 32) ids[i] = -1;
 }

@@ -227,13 +227,12 @@ __device__ __forceinline__ void rank_few(Slice& slice, const Row& row, int count
     slice.inside = __shfl_sync(0xffffffffu, equal, from);
 }
 
-// A threshold that takes at least BUDGET_BLOCKS of `count` > BUDGET_BLOCKS keys: `room` of them at most if the first
-// histogram can tell, else exactly BUDGET_BLOCKS, lowest ids first among equal keys. low: as for first_slice.
+// A threshold that takes at least `wanted` of more keys: `room` of them at most if the first histogram can tell, else
+// exactly `wanted`, lowest ids first among equal keys. low: as for first_slice.
 template <class Blocks>
 __device__ __forceinline__ Threshold find_threshold(
-    const Blocks& blocks, int count, uint32_t low, int room, uint32_t* histogram, int lane) {
+    const Blocks& blocks, int count, int wanted, uint32_t low, int room, uint32_t* histogram, int lane) {
     View<Blocks> view = {blocks, 0u, false};
-    int wanted = BUDGET_BLOCKS;
 #pragma unroll 1
     while (true) {
         Slice slice = first_slice(view, count, wanted, low, histogram, lane);
