@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 from .contract import INPUT_INDEX, INPUTS, OUTPUT_INDEX, PAGE_SIZE, Call, Geometry, Mode, PoolIO
@@ -19,8 +20,8 @@ from .specialisation import Specialisation, arch_of
 
 _POOL_IN, _POOL_OUT = INPUT_INDEX["past_key_value"], OUTPUT_INDEX["present_key_value"]
 _ATTENTION_OUT = OUTPUT_INDEX["attn_output"]
-#: Inputs whose addresses the kernels take, in the order of the fields of their parameters; the pool's is the output's.
-_ADDRESSES = tuple(INPUT_INDEX[tensor.name] for tensor in INPUTS if tensor.name != "kvcache_start_index")
+#: The inputs whose addresses the kernels take, in the order of the fields of their parameters.
+_addresses_of = itemgetter(*(INPUT_INDEX[tensor.name] for tensor in INPUTS if tensor.name != "kvcache_start_index"))
 _SURFACE_BYTES = 2
 
 Runner = QsaSparseDecodeRunner | QsaSparsePrefillRunner
@@ -76,15 +77,15 @@ class NodeKernels:
             FailedError: the driver refused the copy or a launch.
         """
         runner = self.prepare(call.rotary_dims)[call.mode]
-        pool = outputs[_POOL_OUT]
         if self._geometry.pool_io == PoolIO.COPY:
+            pool = outputs[_POOL_OUT]
             _copy(pool, inputs[_POOL_IN], pool_bytes(self._geometry, call), stream)
-        addresses = [pool if index == _POOL_IN else inputs[index] for index in _ADDRESSES]
-        addresses += [outputs[_ATTENTION_OUT], workspace, stream]
+            inputs = [pool if index == _POOL_IN else address for index, address in enumerate(inputs)]
+        values = [call, *_addresses_of(inputs), outputs[_ATTENTION_OUT], workspace, stream]
         if isinstance(runner, QsaSparseDecodeRunner):
-            runner.run(DecodeParams(call, *addresses))
+            runner.run(DecodeParams._make(values))
         else:
-            runner.run(PrefillParams(call, *addresses))
+            runner.run(PrefillParams._make(values))
 
 
 def pool_bytes(geometry: Geometry, call: Call) -> int:
