@@ -13,6 +13,12 @@ from tests.support.compile_ahead import compile_ahead
 from tests.support.gpu_results import RECORD
 
 RecordError = Callable[[str, float, float | None], None]
+#: Files that run first: what they say is missed most where the time on a GPU ends early.
+FIRST = ("test_whole_layer.py", "test_state.py", "test_attention_stage.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in FIRST)
 
 
 @pytest.fixture(scope="session", autouse=True)
