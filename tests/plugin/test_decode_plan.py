@@ -20,6 +20,7 @@ from qsa_plugin.decode_plan import (
     cluster_sizes,
     plan_decode,
 )
+from qsa_plugin.decode_runner import QsaSparseDecodeRunner
 from qsa_plugin.kernel_limits import HEAD_SIZES, MAX_GROUP_SIZE
 from qsa_plugin.launch import ParamBlock
 from qsa_plugin.specialisation import ARCHES, SPECIALISATIONS, shared_limit
@@ -118,3 +119,13 @@ def test_the_layout_is_the_structs() -> None:
     spelled = "".join(code * int(count or 1) for count, code in re.findall(r"(\d*)(\w)", LAYOUT))
     assert codes == spelled
     assert ParamBlock(LAYOUT).size == (struct.calcsize("=" + LAYOUT) + 7) // 8 * 8
+
+
+def test_a_runner_gives_every_call_its_own_plan_in_any_order() -> None:
+    """It remembers the last call as an object, and plans by value."""
+    runner = QsaSparseDecodeRunner(SPEC, SPEC.geometry)
+    runner._limits = HOPPER
+    short, long = call_of(1, 64), call_of(16, 1024)
+    for call in (short, long, long, short, call_of(16, 1024), replace(short)):
+        assert runner.plan(call) == plan_decode(SPEC, call, HOPPER)
+    assert runner.plan(short) is runner.plan(replace(short))

@@ -56,7 +56,7 @@ __device__ __forceinline__ bool next_tile(const SelectTilesParams& p, Work& work
         const int sample = sample_size(work.blocks, p.chunk), least = visible_blocks(work.position);
         work.score = {0, work.pass == WHOLE ? work.blocks : sample,
                       p.page_table + (static_cast<int64_t>(b) * 2 + 1) * p.pages_per_seq,
-                      work.pass == WHOLE ? 0u : (static_cast<uint32_t>(least) << 16) / sample};
+                      work.pass == WHOLE ? 0u : static_cast<uint32_t>((static_cast<uint64_t>(least) << 16) / sample)};
         if (work.blocks > BUDGET_BLOCKS) return true;
     }
     return false;

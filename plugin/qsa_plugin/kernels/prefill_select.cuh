@@ -1,10 +1,10 @@
 // Stage 5 of prefill: the BUDGET_BLOCKS best blocks of a row, exactly, by one warp, on sort keys (score_key).
 //
 // A histogram of BINS equal slices of the top 2^SPAN_BITS keys (the rest joins the lowest slice) finds the slice that
-// holds the last block to take. Where a row ends in its first chunk, the few keys of a narrow slice are ranked by
-// counting; a crowded slice is the range of the next histogram, until it is one key or is taken whole; blocks of a crowd
-// with one key are told apart by their ids in the same way. So the threshold is exact in every distribution, no step can
-// overflow, and cost is much the same for spread and for concentrated scores.
+// holds the last block to take. Where that is not exact enough, the few keys of a narrow slice are ranked by counting; a
+// crowded slice is the range of the next histogram, until it is one key or is taken whole; blocks of a crowd with one key
+// are told apart by their ids in the same way. So the threshold is exact in every distribution, no step can overflow,
+// and cost is much the same for spread and for concentrated scores.
 //   A warp a row, not a CTA a row: passes are short, barriers would cost more than they share.
 #pragma once
 
